@@ -26,12 +26,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.convert import witness
-from finetune.convert.command import drop_in_steps, without_secrets
-from finetune.convert.drop_in_checks import has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
-from finetune.convert.emit import Conversion
-from finetune.convert.read import Refusal
-from finetune.convert.verify import NotVerified, names_are_defined, parses
+from finetune.convert.checks import (
+    NotVerified,
+    has_every_statement,
+    has_its_frame,
+    names_are_defined,
+    parses,
+    safe_on_ranks,
+    trains_the_same,
+)
+from finetune.convert.command import steps, without_secrets
+from finetune.convert.notebook.read import Refusal
+from finetune.convert.script.report import Conversion
+from finetune.convert.witness import compare as witness
 from finetune.errors import UserError
 from tests.notebooks.probe import probes, write_notebook
 
@@ -322,7 +329,7 @@ def asked(checks: dict[str, Callable[[Conversion], Any]], fault: Fault) -> dict[
 
 def outcomes(path: Path, name: str, count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
     """A line of the record for each fault in a notebook's conversion."""
-    notebook, conversion = drop_in_steps(path, "")
+    notebook, conversion = steps(path)
     original, _ = without_secrets(path)
     no_plan: Any = None
     checks: dict[str, Callable[[Conversion], Any]] = {

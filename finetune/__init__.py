@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from finetune.drop_in import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
     from finetune.drop_in import SFTConfig as SFTConfig
     from finetune.drop_in import SFTTrainer as SFTTrainer
+    from finetune.drop_in import TrainingArguments as TrainingArguments
     from finetune.drop_in import setup_chat_format as setup_chat_format
 
 __version__ = "0.1.0"
@@ -18,7 +19,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Only these start the backend: the commands check their configuration before anything heavy is imported. The last
     # two are what TRL has removed.
-    if name in ("SFTConfig", "SFTTrainer", "DataCollatorForCompletionOnlyLM", "setup_chat_format"):
+    if name in ("SFTConfig", "SFTTrainer", "TrainingArguments", "DataCollatorForCompletionOnlyLM", "setup_chat_format"):
         from finetune import drop_in
 
         return getattr(drop_in, name)

@@ -1,39 +1,78 @@
-"""full fine-tuning of unsloth/Qwen3-0.6B-Base, converted from a notebook.
+"""Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.
 
-    accelerate launch full_text.py
-    python full_text.py --dry-run
+    python -m finetune.dryrun full_text.py  # everything once, on one device
+    python -m finetune.advise full_text.py  # how many GPUs are worth it
+    accelerate launch full_text.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
-Settings: full_text.yaml, or on the command line as --section.key VALUE; --help lists them.
+`global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
+Left out (details in full_text.report.json): display or check (cell 5); after training, so not part of it
+(cells 8, 9); dead code: `if False:` (cell 11).
 Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.1.0. This is a derived work, so
-the notebook's license applies. What was left out, and why: full_text.report.json
+the notebook's license applies.
 """
 
 import os
 
-# Set before the imports, because libraries read these when they are imported.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from finetune import script
+from finetune import SFTConfig, SFTTrainer  # first: it selects the device and the backend
+from unsloth import FastLanguageModel
+from datasets import load_dataset
+from accelerate import PartialState
+from transformers import set_seed
 
 
-def build_dataset(tokenizer):
-    from datasets import load_dataset
+def main() -> None:
+    set_seed(3407)  # every rank starts from the same random state
 
-    # Stories
-    dataset = load_dataset("roneneldan/TinyStories", split="train[:20000]")
-    dataset = dataset.filter(lambda row: len(row["text"].strip()) > 0)
-    EOS_TOKEN = tokenizer.eos_token
+    max_seq_length = 1024
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name="unsloth/Qwen3-0.6B-Base",
+        max_seq_length=max_seq_length,
+        load_in_4bit=False,
+        full_finetuning=True,  # no adapter
+    )
 
-    def end_each_story(examples):
-        return {"story": [text.strip() + EOS_TOKEN for text in examples["text"]]}
+    with PartialState().local_main_process_first():  # the other ranks read its cache
+        dataset = load_dataset("roneneldan/TinyStories", split="train[:20000]")
+        dataset = dataset.filter(lambda row: len(row["text"].strip()) > 0)
+        EOS_TOKEN = tokenizer.eos_token
 
-    dataset = dataset.map(end_each_story, batched=True, remove_columns=["text"])
-    return dataset
+        def end_each_story(examples):
+            return {"story": [text.strip() + EOS_TOKEN for text in examples["text"]]}
 
+        dataset = dataset.map(end_each_story, batched=True, remove_columns=["text"])
+    trainer = SFTTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=dataset,
+        args=SFTConfig(
+            dataset_text_field="story",
+            max_seq_length=max_seq_length,
+            packing=True,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            num_train_epochs=1,
+            warmup_steps=20,
+            learning_rate=2e-05,
+            logging_steps=5,
+            save_steps=200,
+            optim="adamw_8bit",
+            weight_decay=0.0,
+            lr_scheduler_type="cosine",
+            seed=3407,
+            output_dir="outputs",
+            report_to="none",
+        ),
+        global_batch_size=16,
+    )
 
-def main() -> int:
-    return script.run(__file__, dataset=build_dataset)
+    trainer_stats = trainer.train()
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process:
+        model.save_pretrained("story_model")
+        tokenizer.save_pretrained("story_model")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

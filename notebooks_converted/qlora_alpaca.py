@@ -1,20 +1,44 @@
-"""QLoRA of unsloth/mistral-7b-v0.3-bnb-4bit, converted from a notebook.
+"""Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.
 
-    accelerate launch qlora_alpaca.py
-    python qlora_alpaca.py --dry-run
+    python -m finetune.dryrun qlora_alpaca.py  # everything once, on one device
+    python -m finetune.advise qlora_alpaca.py  # how many GPUs are worth it
+    accelerate launch qlora_alpaca.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
-Settings: qlora_alpaca.yaml, or on the command line as --section.key VALUE; --help lists them.
+`global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
+Left out (details in qlora_alpaca.report.json): a branch that installs (cell 1); unused value (cell 2);
+display or check (cell 5); memory and time statistics (cell 8); after training, so not part of it (cells 10,
+12); dead code: `if False:` (cell 15).
 Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.1.0. This is a derived work,
-so the notebook's license applies. What was left out, and why: qlora_alpaca.report.json
+so the notebook's license applies.
 """
 
-from finetune import script
+from finetune import SFTConfig, SFTTrainer  # first: it selects the device and the backend
+from unsloth import FastLanguageModel
+from datasets import load_dataset
+from accelerate import PartialState
+from transformers import set_seed
 
 
-def build_dataset(tokenizer):
-    from datasets import load_dataset
+def main() -> None:
+    set_seed(3407)  # every rank starts from the same random state
 
-    # Data
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name="unsloth/mistral-7b-v0.3-bnb-4bit",
+        max_seq_length=2048,
+        load_in_4bit=True,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=32,
+        lora_alpha=32,
+        lora_dropout=0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=3407,
+        use_rslora=True,
+    )
+
     alpaca_prompt = """Below is an instruction that describes a task, paired with an input that provides further context. Write a response that appropriately completes the request.
 
 ### Instruction:
@@ -39,17 +63,41 @@ def build_dataset(tokenizer):
             "text": texts,
         }
 
-    dataset = load_dataset("yahma/alpaca-cleaned", split="train")
-    dataset = dataset.map(
-        formatting_prompts_func,
-        batched=True,
+    with PartialState().local_main_process_first():  # the other ranks read its cache
+        dataset = load_dataset("yahma/alpaca-cleaned", split="train")
+        dataset = dataset.map(
+            formatting_prompts_func,
+            batched=True,
+        )
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=dataset,
+        args=SFTConfig(
+            dataset_text_field="text",
+            max_length=2048,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=8,
+            warmup_steps=10,
+            max_steps=100,
+            learning_rate=0.0002,
+            logging_steps=1,
+            optim="adamw_8bit",
+            weight_decay=0.01,
+            lr_scheduler_type="cosine",
+            seed=3407,
+            output_dir="outputs",
+            report_to="none",
+        ),
+        global_batch_size=16,
     )
-    return dataset
 
-
-def main() -> int:
-    return script.run(__file__, dataset=build_dataset)
+    trainer_stats = trainer.train()
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process:
+        model.save_pretrained("mistral_alpaca")
+        tokenizer.save_pretrained("mistral_alpaca")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

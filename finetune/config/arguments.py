@@ -17,7 +17,6 @@ CONFIG, TRAINER = "SFTConfig", "SFTTrainer"
 UNSLOTH = "UnslothTrainingArguments"
 ANY = object()  # every value
 UNSET = object()
-SETTINGS, DROP_IN = "settings", "drop-in"  # the forms of a conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,8 @@ class Argument:
         reason: why other values are not kept.
         remedy: what to do in a configuration, which refuses other values if there is a reason or a remedy.
         script: what to do in a script, which refuses other values; "" if it keeps all.
-        refused: forms of a conversion that refuse other values.
-        settings: why the settings form leaves it out, or what to do if it is refused.
-        drop_in: why the drop-in form leaves it out; "" if it stays.
-        neutral: values besides `kept` that the converter leaves out without a note; ANY for those that the settings
-            form decides elsewhere.
+        changes_loss: other values change the loss, which the converter refuses.
+        left_out: why the converter leaves it out; "" if it stays.
     """
 
     names: str
@@ -57,10 +53,8 @@ class Argument:
     reason: str = ""
     remedy: str = ""
     script: str = ""
-    refused: tuple[str, ...] = ()
-    settings: str = ""
-    drop_in: str = ""
-    neutral: tuple[Any, ...] = ()
+    changes_loss: bool = False
+    left_out: str = ""
 
     @property
     def instead(self) -> str:
@@ -84,7 +78,6 @@ _LAUNCHED = (
 _SHARD = "use training.strategy: shard to split the model over the GPUs"
 _METRICS = "evaluation does not build the logits; it reports loss, token accuracy and entropy over all ranks"
 _LOGITS_METRICS = f"{_METRICS}. Remove it, and compute other metrics from the saved model"
-_TENSORBOARD = "metrics go to TensorBoard"
 _PUBLISH = "publish a finished run with `finetune export RUN --to hub --repo USER/NAME --upload`"
 _NOT_PUBLISHED = "nothing is published while training; publish the finished folder with `hf upload`"
 _NO_EFFECT = "it has no effect on the result"
@@ -92,7 +85,6 @@ _PACKS = "use data.packing and data.pack_length"
 _PREPARED = "data is prepared once, and the keys of `data:` control how"
 _EVALUATED = "evaluation averages the loss over all supervised tokens"
 _EVAL_STEPS = "use training.eval_steps; evaluation before and after training is always on"
-_LIGER = "model.layer_kernels uses Liger's kernels where they were compared"
 _LIGER_AGAIN = "it changes the speed only; set it again on a GPU where liger-kernel is installed"
 
 ARGUMENTS = (
@@ -113,28 +105,26 @@ ARGUMENTS = (
             False: ("training.train_sampling_strategy", "random"),
         },
         remedy="use training.train_sampling_strategy: group_by_length",
-        neutral=(False,),
     ),
     Argument(
-        "logging_dir", now="", reason="TensorBoard's files are in runs/ under training.output_dir",
-        settings=_TENSORBOARD, drop_in=_NO_EFFECT,
+        "logging_dir", now="", reason="TensorBoard's files are in runs/ under training.output_dir", left_out=_NO_EFFECT,
     ),
-    Argument("push_to_hub_organization", now="", remedy=_PUBLISH, drop_in=_NOT_PUBLISHED, neutral=(False,)),
-    Argument("fsdp_min_num_params sharded_ddp", now="", remedy=_SHARD, drop_in=_ONE_GPU),
-    Argument("include_inputs_for_metrics", now="", reason=_EVALUATED, drop_in=_METRICS),
-    Argument("overwrite_output_dir", now="", drop_in=_NO_EFFECT, neutral=(ANY,)),
+    Argument("push_to_hub_organization", now="", remedy=_PUBLISH, left_out=_NOT_PUBLISHED),
+    Argument("fsdp_min_num_params sharded_ddp", now="", remedy=_SHARD, left_out=_ONE_GPU),
+    Argument("include_inputs_for_metrics", now="", reason=_EVALUATED, left_out=_METRICS),
+    Argument("overwrite_output_dir", now="", left_out=_NO_EFFECT),
     Argument(
         "save_safetensors use_mps_device jit_mode_eval use_ipex half_precision_backend fp16_backend fp16_opt_level"
         " past_index ray_scope torchdynamo include_tokens_per_second dispatch_batches split_batches dataset_batch_size"
         " num_of_sequences chars_per_token infinite xpu_backend tpu_num_cores tpu_metrics_debug mp_parameters"
         " report_from_all_ranks infinite_sampling",
         now="",
-        drop_in=_NO_EFFECT,
+        left_out=_NO_EFFECT,
     ),
     # SFTConfig.
     Argument("extra", remedy="give each SFTConfig field under `training:` by its own name"),
     Argument("model_init_kwargs", remedy="use the keys of `model:`"),
-    Argument("chat_template_path", remedy="use model.chat_template", neutral=(ANY,)),
+    Argument("chat_template_path", remedy="use model.chat_template"),
     Argument(
         "bf16",
         sets={True: ("model.dtype", "bfloat16")}, excludes={False: ("model.dtype", "bfloat16")},
@@ -146,18 +136,12 @@ ARGUMENTS = (
         remedy="use model.dtype",
     ),
     Argument("bf16_full_eval fp16_full_eval", kept=(False,), remedy="use model.dtype"),
-    Argument(
-        "eos_token", remedy="it comes from the tokenizer and model.chat_template",
-        refused=(SETTINGS,), settings="set tokenizer.eos_token instead",
-    ),
+    Argument("eos_token", remedy="it comes from the tokenizer and model.chat_template"),
     Argument("pad_token", remedy="it comes from the tokenizer and model.chat_template"),
-    Argument("dataset_text_field", sets={ANY: ("data.dataset_text_field", ANY)}, neutral=(ANY,)),
-    Argument(
-        "dataset_num_proc", sets={ANY: ("data.num_proc", ANY)}, remedy="use data.num_proc", neutral=(ANY,)
-    ),
-    Argument("max_length", fixed=None, neutral=(ANY,)),
-    Argument("packing", fixed=False, neutral=(ANY,)),
-    Argument("gradient_checkpointing output_dir", neutral=(ANY,)),
+    Argument("dataset_text_field", sets={ANY: ("data.dataset_text_field", ANY)}),
+    Argument("dataset_num_proc", sets={ANY: ("data.num_proc", ANY)}, remedy="use data.num_proc"),
+    Argument("max_length", fixed=None),
+    Argument("packing", fixed=False),
     Argument(
         "activation_checkpointing",  # the name of gradient_checkpointing from transformers 5.18 on
         sets={
@@ -166,41 +150,36 @@ ARGUMENTS = (
         },
         remedy="use training.gradient_checkpointing",
     ),
-    Argument(
-        "truncation_mode", sets={"keep_start": ("data.over_length", "truncate")}, remedy="use data.over_length"
-    ),
+    Argument("truncation_mode", sets={"keep_start": ("data.over_length", "truncate")}, remedy="use data.over_length"),
     Argument("packing_strategy", kept=("bfd",), remedy=_PACKS),
     Argument("padding_free", fixed=False, remedy=_PACKS),
     Argument("eval_packing pad_to_multiple_of", remedy=_PACKS),
     Argument("dataset_kwargs", fixed={"skip_prepare_dataset": True}, remedy=_PREPARED),
     Argument("remove_unused_columns", fixed=False, remedy=_PREPARED),
     Argument("skip_prepare_dataset label_names", remedy=_PREPARED),
-    Argument("completion_only_loss", fixed=False, refused=(SETTINGS,), neutral=(True, False)),  # the labels say it
-    Argument("assistant_only_loss", fixed=False, neutral=(ANY,)),
-    Argument("shuffle_dataset", reason=_ORDER, neutral=(False,)),
-    Argument("data_seed", kept=(None,), reason=_ORDER, script="Set `seed`", drop_in=_ORDER, neutral=(ANY,)),
+    Argument("completion_only_loss", fixed=False),  # the labels say it
+    Argument("assistant_only_loss", fixed=False),
+    Argument("shuffle_dataset", reason=_ORDER),
+    Argument("data_seed", kept=(None,), reason=_ORDER, script="Set `seed`", left_out=_ORDER),
     Argument("accelerator_config", reason=_ORDER),
     Argument("ignore_data_skip", fixed=True, reason=_ORDER),  # the plan starts at the right step: nothing to skip
-    Argument("length_column_name", reason=_ORDER, drop_in="the lengths are those of the tokenized rows"),
-    Argument(
-        "train_sampling_strategy",
-        kept=("random", "group_by_length"), script=f"{_ORDER}. Remove it", neutral=("random",),
-    ),
+    Argument("length_column_name", reason=_ORDER, left_out="the lengths are those of the tokenized rows"),
+    Argument("train_sampling_strategy", kept=("random", "group_by_length"), script=f"{_ORDER}. Remove it"),
     Argument(
         "dataloader_drop_last",
         kept=(False,), reason="an epoch trains on every row once", script="Remove it",
-        drop_in="an epoch trains on every row once",
+        left_out="an epoch trains on every row once",
     ),
     Argument(
         "auto_find_batch_size",
         kept=(False,), reason="the batch would depend on the GPU",
         remedy="set training.per_device_train_batch_size", script="Set per_device_train_batch_size",
-        drop_in="the batch would depend on the GPU; per_device_train_batch_size sets it",
+        left_out="the batch would depend on the GPU; per_device_train_batch_size sets it",
     ),
     Argument(
         "average_tokens_across_devices",
         kept=(True,), fixed=True, reason=_EXACT, script="Remove it",
-        drop_in="the loss is always the mean over the whole global batch",
+        left_out="the loss is always the mean over the whole global batch",
     ),
     Argument(
         "eval_strategy",
@@ -213,13 +192,8 @@ ARGUMENTS = (
         " include_for_metrics batch_eval_metrics",
         reason=_EVALUATED,
     ),
-    Argument(
-        "loss_type", kept=("nll",), reason=_ONE_LOSS, script="Remove it",
-        refused=(SETTINGS, DROP_IN), neutral=("chunked_nll",),
-    ),
-    Argument(
-        "label_smoothing_factor", kept=(0, 0.0), reason=_ONE_LOSS, script="Remove it", refused=(SETTINGS, DROP_IN)
-    ),
+    Argument("loss_type", kept=("nll",), reason=_ONE_LOSS, script="Remove it", changes_loss=True),
+    Argument("label_smoothing_factor", kept=(0, 0.0), reason=_ONE_LOSS, script="Remove it", changes_loss=True),
     Argument("ddp_static_graph", reason="it breaks gradient accumulation in DDP"),
     Argument("do_train", kept=(True,), reason="this command always trains"),
     Argument("do_predict", reason="this command always trains"),
@@ -233,10 +207,7 @@ ARGUMENTS = (
     Argument("logging_strategy", kept=("steps",), remedy="use logging.logging_steps"),
     # On, it hides losses that are not finite, and syncs with the GPU in every step.
     Argument("logging_nan_inf_filter", kept=(False,), fixed=False, reason="a loss that is not finite is always logged"),
-    Argument(
-        "report_to", sets={ANY: ("logging.report_to", ANY)},
-        settings=f"{_TENSORBOARD}; known trackers also go to logging.report_to",
-    ),
+    Argument("report_to", sets={ANY: ("logging.report_to", ANY)}),
     Argument(
         "trackio_space_id trackio_bucket_id trackio_static_space_id",
         reason="Trackio writes to this machine", remedy="publish a project with `trackio sync`",
@@ -245,41 +216,39 @@ ARGUMENTS = (
         "use_liger_kernel",
         sets={True: ("model.layer_kernels", "liger"), False: ("model.layer_kernels", "torch")},
         fixed=False,  # `layer_kernels` has installed them
-        remedy="use model.layer_kernels", settings=_LIGER, drop_in=_LIGER_AGAIN, neutral=(False,),
+        remedy="use model.layer_kernels", left_out=_LIGER_AGAIN,
     ),
     Argument(
         "liger_kernel_config",
         kept=(None, {}), fixed=None, remedy="use model.layer_kernels",
-        script="all of Liger's layer kernels are used, and its loss is not. Remove it",
-        settings=_LIGER, drop_in=_LIGER_AGAIN,
+        script="all of Liger's layer kernels are used, and its loss is not. Remove it", left_out=_LIGER_AGAIN,
     ),
     Argument(
         "disable_tqdm",
         kept=(None,), fixed=True, reason="progress is a bar on a terminal and plain lines elsewhere",
-        drop_in=_NO_EFFECT,
+        left_out=_NO_EFFECT,
     ),
     Argument(
-        "push_to_hub", kept=(False,), remedy=_PUBLISH, drop_in=_NOT_PUBLISHED,
+        "push_to_hub", kept=(False,), remedy=_PUBLISH, left_out=_NOT_PUBLISHED,
         script="checkpoints are not pushed while training. Call trainer.push_to_hub() afterwards",
     ),
     Argument("hub_revision", remedy=_PUBLISH),
     Argument(
         "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push",
-        remedy=_PUBLISH, drop_in=_NOT_PUBLISHED, neutral=(False,),
+        remedy=_PUBLISH, left_out=_NOT_PUBLISHED,
     ),
-    Argument("fsdp", kept=(None, "", [], False), remedy=_SHARD, script=_LAUNCHED, drop_in=_ONE_GPU),
-    Argument("deepspeed", kept=(None, ""), remedy=_SHARD, script=_LAUNCHED, drop_in=_ONE_GPU),
-    Argument("parallelism_config", kept=(None,), remedy=_SHARD, script=_LAUNCHED, drop_in=_ONE_GPU),
-    Argument("fsdp_config", remedy=_SHARD, drop_in=_ONE_GPU),
-    Argument("local_rank", reason="the launcher sets it", drop_in="the launcher sets it"),
-    Argument("neftune_noise_alpha", passed=True, neutral=(0,)),
+    Argument("fsdp", kept=(None, "", [], False), remedy=_SHARD, script=_LAUNCHED, left_out=_ONE_GPU),
+    Argument("deepspeed", kept=(None, ""), remedy=_SHARD, script=_LAUNCHED, left_out=_ONE_GPU),
+    Argument("parallelism_config", kept=(None,), remedy=_SHARD, script=_LAUNCHED, left_out=_ONE_GPU),
+    Argument("fsdp_config", remedy=_SHARD, left_out=_ONE_GPU),
+    Argument("local_rank", reason="the launcher sets it", left_out="the launcher sets it"),
+    Argument("neftune_noise_alpha", passed=True),
     Argument("ddp_backend", kept=(None,), reason="NCCL connects GPUs, and gloo connects CPUs"),
-    Argument("run_name", passed=True, settings=_TENSORBOARD),
-    Argument("gradient_checkpointing_kwargs", passed=True, settings="set by training.gradient_checkpointing"),
-    Argument("tf32", passed=True, settings="the package chooses it for the device"),
-    Argument("use_cpu", passed=True, settings="the launcher chooses the device"),
-    Argument("log_level", settings="logging.log_level sets it"),
-    Argument("log_level_replica", passed=True, settings="logging.log_level sets it"),
+    Argument("run_name", passed=True),
+    Argument("gradient_checkpointing_kwargs", passed=True),
+    Argument("tf32", passed=True),
+    Argument("use_cpu", passed=True),
+    Argument("log_level_replica", passed=True),
     Argument(
         "lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules torch_compile"
         " torch_compile_backend torch_compile_mode use_cache torch_empty_cache_steps logging_first_step"
@@ -298,26 +267,20 @@ ARGUMENTS = (
         TRAINER,
         moved=True,
     ),
-    Argument("dataset_batch_size num_of_sequences chars_per_token infinite", TRAINER, now="", drop_in=_NO_EFFECT),
+    Argument("dataset_batch_size num_of_sequences chars_per_token infinite", TRAINER, now="", left_out=_NO_EFFECT),
     Argument("model args train_dataset eval_dataset processing_class peft_config callbacks", TRAINER),
     Argument("formatting_func quantization_config", TRAINER),
-    Argument("data_collator", TRAINER, settings="the package pads batches; tokens and labels are the same"),
+    Argument("data_collator", TRAINER),
+    Argument("compute_metrics", TRAINER, kept=(None,), script=_LOGITS_METRICS, left_out=_METRICS),
     Argument(
-        "compute_metrics", TRAINER, kept=(None,), script=_LOGITS_METRICS,
-        settings="evaluation gives the loss and the perplexity", drop_in=_METRICS,
+        "preprocess_logits_for_metrics", TRAINER,
+        kept=(None,), script="evaluation does not build logits. Remove it", left_out=_METRICS,
     ),
-    Argument(
-        "preprocess_logits_for_metrics", TRAINER, kept=(None,), script="evaluation does not build logits. Remove it",
-        settings="evaluation gives the loss and the perplexity", drop_in=_METRICS,
-    ),
-    Argument(
-        "optimizers", TRAINER,
-        refused=(SETTINGS,), settings="a custom optimizer is not supported; use training.optim",
-    ),
-    Argument("optimizer_cls_and_kwargs", TRAINER, refused=(SETTINGS,)),
+    Argument("optimizers", TRAINER),
+    Argument("optimizer_cls_and_kwargs", TRAINER),
     Argument(
         "compute_loss_func", TRAINER,
-        kept=(None,), script=f"{_EXACT}. Remove it, or train with trl.SFTTrainer", refused=(SETTINGS, DROP_IN),
+        kept=(None,), script=f"{_EXACT}. Remove it, or train with trl.SFTTrainer", changes_loss=True,
     ),
     Argument("embedding_learning_rate", UNSLOTH, kept=(None,), reason=_ONE_RATE, script="Remove it"),
     Argument("loraplus_lr_ratio", UNSLOTH, kept=(None, 1, 1.0), reason=_ONE_RATE, script="Remove it"),
@@ -451,7 +414,7 @@ def todays(given: Mapping[str, Any], of: str = CONFIG, note: Callable[[str], Non
 def described(name: str, of: str = CONFIG) -> str:
     """What became of a former name."""
     one = rows(of)[name]
-    return f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.drop_in}"
+    return f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.left_out}"
 
 
 def same_as(name: str, value: Any) -> tuple[str, Any] | None:

@@ -212,7 +212,7 @@ def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
     if now is None or setting.name in KEYS or setting.section not in SECTIONS or setting.key in arguments.REFUSED:
         return setting
     if not now:
-        notes.append(f"{setting}: {arguments.row(setting.key).drop_in}, so it is left out.")
+        notes.append(f"{setting}: {arguments.row(setting.key).left_out}, so it is left out.")
         return None
     section = next((name.partition(".")[0] for name in KEYS if name.endswith(f".{now}")), "training")
     notes.append(f"{setting}: this is {section}.{now} now.")

@@ -1,4 +1,4 @@
-"""What the converter knows about libraries: what a call does (`CALLS`), what an argument becomes (`ARGUMENTS`).
+"""What the converter knows about libraries: what a call does (`CALLS`). Arguments: finetune/config/arguments.py.
 
 A new method, package or argument is a word in one row. What a row means is decided where its kind is used.
 `make docs` prints both tables into docs/notebooks.md.
@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from finetune.config import arguments as ours
-from finetune.config.arguments import DROP_IN, SETTINGS
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
@@ -32,17 +30,14 @@ KINDS: dict[str, tuple[str, str]] = {
     "prints": ("method", "does not change its arguments"),
     "displays": ("method", "displays its arguments"),
     "writes": ("method", "writes the file or folder that it is given"),
-    "saves": ("method", "saves the model: `training.output_dir`"),
+    "saves": ("method", "saves the model"),
     "exports": ("method", "kept, after training, on the main rank"),
     "on every rank": ("method", "runs on every rank, because it communicates"),
     "on the trainer": ("method", "a call on the trainer that changes nothing about the training"),
-    "by the package": ("method", "a call on the model before training that the package makes unnecessary"),
     "moves": ("method", "moves the model or sets its mode"),
-    "sets up": ("method", "sets up the training"),
     "runs text": ("method", "runs text as code"),
     "command line": ("method", "reads the command line"),
     "computes": ("package", "its functions compute or display, unless another row says more"),
-    "makes": ("package", "its functions make values from values"),
     "shows": ("package", "it displays, draws, logs or measures what it is given"),
     "configured": ("package", "setting its attributes changes the training"),
     "installed": ("package", "a run may import it, so no script may have its name"),
@@ -54,9 +49,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "other model": ("name", "loads or runs a model: refused if the rows depend on it"),
     "process": ("name", "starts a process"),
     "seeds": ("name", "seeds the generators of these packages"),
-    "sets template": ("name", "also sets the tokenizer's chat template"),
     "sets library": ("name", "sets an option of the process, which no value depends on"),
-    "unsafe": ("name", "refused in the drop-in form"),
+    "unsafe": ("name", "refused: it cannot run on several ranks"),
     "left to you": ("name", "left out, with a note"),
     "another trainer": ("name", "refused: R1"),
     "another head": ("name", "refused if no other model is loaded: R1"),
@@ -78,8 +72,6 @@ class Call:
     reason: str = ""
 
 
-_DEVICE = "each rank puts the model on its own device"
-_DTYPE = "set by model.dtype"
 _REPOSITORY = "install the modules of the repository as a package, or copy the code into a cell"
 _PUBLISH = "publish the finished folder with `hf upload`"
 
@@ -120,10 +112,10 @@ CALLS = (
     Call("append extend update", "fills, mutates, changes"),
     Call("add_callback add_special_tokens add_tokens remove_callback resize_token_embeddings", "mutates, changes"),
     Call("add_faiss_index mount pop_callback seed set_format shuffle_ with_format_", "mutates"),
-    Call("to", "looks, keeps, casts, moves, by the package", _DEVICE),
-    Call("cuda", "looks, keeps, moves, by the package", _DEVICE),
-    Call("half float", "keeps, casts, by the package", _DTYPE),
-    Call("bfloat16", "casts, by the package", _DTYPE),
+    Call("to", "looks, keeps, casts, moves"),
+    Call("cuda", "looks, keeps, moves"),
+    Call("half float", "keeps, casts"),
+    Call("bfloat16", "casts"),
     Call("double type", "casts"),
     Call("requires_grad_", "casts, in place"),
     Call(
@@ -133,14 +125,13 @@ CALLS = (
         " delete_adapter load_adapter",
         "in place",
     ),
-    Call("train", "keeps, moves, sets up, on the trainer, by the package", "the trainer does it"),
-    Call("eval", "looks, keeps, moves, runs text, by the package", "the trainer sets the mode"),
-    Call("for_training", "looks, keeps, moves, by the package", "the trainer does it"),
-    Call("for_inference", "looks, keeps, moves, by the package", "inference"),
-    Call("gradient_checkpointing_enable", "mutates, by the package", "set by training.gradient_checkpointing"),
-    Call("enable_input_require_grads", "mutates, by the package", "the package does it"),
-    Call("print_trainable_parameters", "looks, keeps, by the package", "display"),
-    Call("SFTTrainer from_pretrained get_peft_model prepare_model_for_kbit_training", "sets up"),
+    Call("train", "keeps, moves, on the trainer"),
+    Call("eval", "looks, keeps, moves, runs text"),
+    Call("for_training", "looks, keeps, moves"),
+    Call("for_inference", "looks, keeps, moves"),
+    Call("gradient_checkpointing_enable", "mutates"),
+    Call("enable_input_require_grads", "mutates"),
+    Call("print_trainable_parameters", "looks, keeps"),
     Call("evaluate", "looks, keeps, on the trainer, on every rank"),
     Call("data_collator get_eval_dataloader get_train_dataloader", "looks, on the trainer"),
     Call("log", "on the trainer"),
@@ -170,10 +161,8 @@ CALLS = (
         "altair bokeh evaluate ipywidgets logging matplotlib plotly pprint prettytable seaborn wordcloud",
         "computes, shows",
     ),
-    Call(
-        "box easydict json math ml_collections munch omegaconf os pathlib re string textwrap types", "computes, makes"
-    ),
-    Call("yaml", "makes, installed"),
+    Call("box easydict json math ml_collections munch omegaconf os pathlib re string textwrap types", "computes"),
+    Call("yaml", "installed"),
     Call(
         "GPUtil IPython collections copy dataclasses datetime dotenv enum functools gc google importlib inspect"
         " itertools kaggle_secrets locale nvidia_smi platform pynvml random scipy sklearn sys tabulate time typing"
@@ -223,7 +212,6 @@ CALLS = (
     Call("random.seed", "seeds", "random"),
     Call("numpy.random.seed", "seeds", "numpy"),
     Call("torch.manual_seed", "seeds", "torch"),
-    Call("unsloth.*apply_chat_template", "sets template"),
     Call(
         "torch.set_float32_matmul_precision* torch.use_deterministic_algorithms* torch._dynamo.?* torch.backends.?*",
         "sets library",
@@ -315,159 +303,33 @@ def known_packages() -> frozenset[str]:
         for name, _ in _rows(kind)
         if "." in name
     }
-    names = named("computes") | named("makes") | named("shows") | named("configured") | named("installed") | dotted
+    names = named("computes") | named("shows") | named("configured") | named("installed") | dotted
     return frozenset(name for name in names if name.isidentifier()) - {"config"}
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-# What becomes of an argument of a loader or an adapter. Those of the trainer: finetune/config/arguments.py.
-OUTCOMES = {
-    "setting": "the setting of this name in the YAML file, or the one that the row names",
-    "ignored": "left out, with a note if it has an effect in the notebook",
-    "refused": "the notebook is refused",
-}
-LOADER, ADAPTER = "from_pretrained", "get_peft_model, LoraConfig"
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """Arguments of one function or class.
-
-    Args:
-        owner: LOADER or ADAPTER.
-        names: separated by spaces.
-        outcome: one of OUTCOMES.
-        detail: the setting or the reason.
-    """
-
-    owner: str
-    names: str
-    outcome: str
-    detail: str = ""
-
-
-_LOADS_WHOLE = "each rank loads the whole model onto its own device"
-_ALWAYS_LORA = "the adapter is always a LoRA for causal language modeling"
-
-ARGUMENTS = (
-    Argument(LOADER, "revision attn_implementation trust_remote_code", "setting", "model.*"),
-    Argument(LOADER, "use_flash_attention_2", "setting", "model.attn_implementation"),
-    Argument(LOADER, "max_seq_length", "setting", "data.max_length, unless SFTConfig sets it"),
-    Argument(LOADER, "dtype torch_dtype", "setting", "model.dtype"),
-    Argument(LOADER, "load_in_4bit load_in_8bit full_finetuning load_in_16bit", "setting", "model.*"),
-    Argument(LOADER, "float32_mixed_precision", "setting", "training.master_weights"),
-    Argument(LOADER, "quantization_config", "setting", "model.load_in_4bit or model.load_in_8bit"),
-    Argument(LOADER, "device_map", "ignored", _LOADS_WHOLE),
-    Argument(
-        LOADER,
-        "token use_auth_token low_cpu_mem_usage use_cache cache_dir return_dict use_safetensors local_files_only"
-        " offload_folder offload_state_dict force_download resume_download",
-        "ignored",
-    ),
-    Argument(ADAPTER, "r lora_alpha lora_dropout target_modules random_state", "setting", "lora.*"),
-    Argument(ADAPTER, "modules_to_save use_rslora bias", "setting", "lora.*"),
-    Argument(ADAPTER, "use_gradient_checkpointing", "setting", "training.gradient_checkpointing"),
-    Argument(
-        ADAPTER,
-        "max_seq_length task_type inference_mode peft_type base_model_name_or_path revision",
-        "ignored",
-        _ALWAYS_LORA,
-    ),
-    Argument(
-        ADAPTER,
-        "loftq_config",
-        "refused",
-        "initializing the adapter with LoftQ (loftq_config) is not supported; leave loftq_config and init_lora_weights"
-        " out",
-    ),
-)
-
-# Defaults of the libraries, for what a notebook leaves out. Unsloth: SFTConfig in models/rl.py of unsloth 2026.10;
-# transformers: class TrainingArguments of transformers 5.17; TRL: class SFTConfig of trl 1.15.
-_TRANSFORMERS = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "num_train_epochs": 3.0,
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "optim": "adamw_torch_fused",
-    "lr_scheduler_type": "linear",
-    "max_grad_norm": 1.0,
-    "logging_steps": 500,
-    "seed": 42,
-}
-_TRL = _TRANSFORMERS | {"learning_rate": 2e-5, "logging_steps": 10}
-_UNSLOTH = _TRANSFORMERS | {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "weight_decay": 0.001,
-    "warmup_steps": 0.1,
-    "optim": "adamw_8bit",
-    "logging_steps": 1,
-    "seed": 3407,
-}
-DEFAULTS = {"transformers": _TRANSFORMERS, "trl": _TRL, "unsloth": _UNSLOTH}
-# Of the remaining arguments, these also differ between TrainingArguments and SFTConfig.
-_ALSO = {"transformers": {"gradient_checkpointing": False, "bf16": False}, "unsloth": {}}
-# Unsloth's get_peft_model, and PEFT's LoraConfig.
-ADAPTER_DEFAULTS = {
-    "unsloth": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
-    "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
-}
-
-
-def not_in(config: str, library: str) -> dict[str, Any]:
-    """A library's defaults, where those of the SFTConfig of TRL or Unsloth (`config`) differ."""
-    given = DEFAULTS[config]
-    return {name: value for name, value in DEFAULTS[library].items() if given[name] != value} | _ALSO[library]
-
-
-@cache
-def arguments(owner: str, outcome: str = "") -> dict[str, Argument]:
-    """Name -> row, of one function or class; `outcome` selects rows."""
-    rows = (row for row in ARGUMENTS if row.owner == owner and outcome in ("", row.outcome))
-    return {name: row for row in rows for name in row.names.split()}
 
 
 def tables() -> str:
     """Both tables, in Markdown."""
-    lines = ["### Arguments", "", "| of | arguments | settings form | drop-in form |", "|---|---|---|---|"]
-    for row in ARGUMENTS:
-        given = row.detail if row.outcome == "setting" else f"{row.outcome}: {row.detail}".removesuffix(": ")
-        lines.append(f"| {row.owner} | {_code(row.names)} | {given} |  |")
-    alike: dict[tuple[str, str, str], str] = {}
+    lines = ["### Arguments", "", "| of | arguments | in the script |", "|---|---|---|"]
+    alike: dict[tuple[str, str], str] = {}
     for one in ours.ARGUMENTS:
-        cells = (one.of, _in_settings(one), _in_drop_in(one))
-        if one.of != ours.UNSLOTH and any(cells[1:]):
-            alike[cells] = f"{alike.get(cells, '')} {one.names}"
-    lines += [f"| {of} | {_code(names)} | {form} | {drop_in} |" for (of, form, drop_in), names in alike.items()]
+        if one.of != ours.UNSLOTH and (becomes := _becomes(one)):
+            alike[one.of, becomes] = f"{alike.get((one.of, becomes), '')} {one.names}"
+    lines += [f"| {of} | {_code(names)} | {becomes} |" for (of, becomes), names in alike.items()]
     lines += ["", "### Calls", "", "| kind | meaning | names |", "|---|---|---|"]
     for kind, (_, meaning) in KINDS.items():
         lines.append(f"| {kind} | {meaning} | {_code(' '.join(sorted(name for name, _ in _rows(kind))))} |")
     return "\n".join(lines)
 
 
-def _in_settings(one: ours.Argument) -> str:
-    """What the settings form does with an argument of the trainer."""
-    why = one.settings or one.instead or one.drop_in
-    if one.now is not None and not one.sets:
-        return f"renamed: {one.now}" if one.now else f"left out: {why}"
-    if one.moved:
-        return "moved to SFTConfig"
-    if SETTINGS in one.refused:
-        return f"refused: {one.settings or one.instead}".removesuffix(": ")
-    if one.sets and not one.settings:
-        return next(iter(one.sets.values()))[0]
-    return f"left out: {why}" if why and ours.ANY not in one.neutral else ""
-
-
-def _in_drop_in(one: ours.Argument) -> str:
-    """What the drop-in form does with it, if it does not keep it."""
-    if DROP_IN in one.refused:
+def _becomes(one: ours.Argument) -> str:
+    """What becomes of an argument of the trainer, if it does not stay as it is."""
+    if one.changes_loss:
         return "refused: it changes the loss"
-    return f"left out: {one.drop_in}" if one.drop_in else ""
+    if one.now is not None:
+        return f"stays: SFTConfig or SFTTrainer takes it as `{one.now}`" if one.now else "stays: it has no effect"
+    if one.moved:
+        return "stays: SFTTrainer gives it to SFTConfig"
+    return f"left out: {one.left_out}" if one.left_out else ""
 
 
 def _code(words: str) -> str:

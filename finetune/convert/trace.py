@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.convert import sandbox
 from finetune.convert.knowledge import named, pattern
-from finetune.convert.read import Refusal, Statement
+from finetune.convert.notebook.read import Refusal, Statement
 
 # The folder is on the path only during this import, because other modules in it shadow the standard library.
 _PROGRAM = """import sys
@@ -30,24 +30,21 @@ Trace = dict[str, Any]
 
 
 def trace_notebook(statements: Sequence[Statement]) -> list[Trace]:
-    """One trace per assumption: `events`, `failed` (statement id as text -> reason), `words` (hash -> description),
-    `decisions` (hash -> value, description and statement of each unknown condition)."""
-    return trace_with(statements, [(assumed, {}) for assumed in ASSUMPTIONS])
-
-
-def trace_with(statements: Sequence[Statement], jobs: Sequence[tuple[bool, dict[str, bool]]]) -> list[Trace]:
-    """One trace per pair of an assumption and the conditions (by hash) that have another value."""
+    """One trace per assumption: `events`, `failed` (statement id as text -> reason), `words` (hash -> description)."""
     items = [(statement.id, statement.source) for statement in statements]
-    common = {"kind": "notebook", "statements": items, "yaml": _yaml(source for _, source in items)}
-    return _run([common | {"assumed": assumed, "choices": choices} for assumed, choices in jobs])
+    common = {"statements": items, "yaml": _yaml(source for _, source in items)}
+    return _run([common | {"assumed": assumed} for assumed in ASSUMPTIONS])
 
 
-def trace_script(source: str, *, own_tokenizer: bool = False) -> dict[tuple[bool, int], Trace]:
-    """Traces of a script by assumption and rank. `own_tokenizer`: it loads a tokenizer other than the model's."""
-    keys = [(assumed, rank) for assumed in ASSUMPTIONS for rank in (0, 1)]
-    common = {"kind": "script", "source": source, "own_tokenizer": own_tokenizer, "yaml": _yaml([source])}
-    jobs = [common | {"assumed": assumed, "rank": rank} for assumed, rank in keys]
-    return dict(zip(keys, _run(jobs), strict=True))
+def training_events(trace: Trace) -> list[dict[str, Any]]:
+    """The events up to `train()`, that call included: what comes later changes nothing about the training."""
+    kinds = [item["kind"] for item in trace["events"]]
+    return trace["events"][: kinds.index("train") + 1] if "train" in kinds else trace["events"]
+
+
+def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
+    """The last event of a kind until `train()`: a repeated call replaces the earlier one."""
+    return next((item for item in reversed(training_events(trace)) if item["kind"] == kind), None)
 
 
 def _yaml(sources: Iterable[str]) -> dict[str, Any]:
@@ -117,10 +114,6 @@ def _traces(answer: Any, count: int) -> list[Trace]:
                 _of(str | None, event.get(key))
             if "detail" not in event:
                 raise ValueError("an event without detail")
-        for decision in _of(dict, trace.get("decisions")).values():
-            _of(bool, _of(dict, decision).get("value"))
-            _of(str, decision.get("words"))
-            _of(int | None, decision.get("statement"))
         trace["unconfined"] = missing
     return results
 

@@ -9,4 +9,5 @@ from finetune.drop_in.start import STACK as STACK
 from finetune.drop_in.trainer import SFTTrainer as SFTTrainer  # isort: skip  # after the backend
 from finetune.drop_in.former import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM  # isort: skip
 from finetune.drop_in.former import SFTConfig as SFTConfig  # isort: skip
+from finetune.drop_in.former import TrainingArguments as TrainingArguments  # isort: skip
 from finetune.drop_in.former import setup_chat_format as setup_chat_format  # isort: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 import trl
 
 from finetune.config.arguments import TRAINER, row, todays
@@ -32,6 +33,14 @@ class SFTConfig(trl.SFTConfig):
         self.length_given = given.get("max_seq_length") is not None
 
 
+class TrainingArguments(transformers.TrainingArguments):
+    """`transformers.TrainingArguments`, which also takes the former names of its arguments. SFTTrainer completes them
+    to an SFTConfig with their values, as TRL's does."""
+
+    def __init__(self, *positional: Any, **given: Any) -> None:
+        super().__init__(*positional, **todays(given, note=lambda text: print_line(f"TrainingArguments: {text}.")))
+
+
 def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
     """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
 
@@ -45,7 +54,8 @@ def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Override
     """
     if args is None:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-        args = SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
+        folder = f"{name.rstrip('/').split('/')[-1]}-SFT"
+        args = SFTConfig(_UNSLOTH_FOLDER if backbone.of_unsloth(model) else folder)
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     overrides.set_arguments(args)
@@ -67,6 +77,9 @@ def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Override
         raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
     _set_row_length(args, length, backbone.loaded_length(model))
     return args
+
+
+_UNSLOTH_FOLDER = "unsloth_training_checkpoints"  # the default output_dir of its SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +140,28 @@ def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Re
         text_only=bool(given_field) and not packs,
         text_first=backbone.of_unsloth(model) and not args.assistant_only_loss,
     )
+
+
+def adapter(model: Any, peft_config: Any) -> Any:
+    """The adapter that a trainer adds to a model: None for one that has this very adapter, by get_peft_model. TRL
+    refuses the two together since 0.20, and ignored `peft_config` before."""
+    held = getattr(model, "peft_config", None) or {}
+    if peft_config is None or not any(_same_adapter(peft_config, one) for one in held.values()):
+        return peft_config
+    print_line("SFTTrainer: `peft_config` is left out: the model has this adapter by get_peft_model.")
+    return None
+
+
+def _same_adapter(one: Any, two: Any) -> bool:
+    """Whether two configurations make the same adapter. A model's own has its targets as a set, and its base's name."""
+    first, second = one.to_dict(), two.to_dict()
+    for each in (first, second):
+        targets = each.get("target_modules")
+        each["target_modules"] = sorted(targets) if isinstance(targets, set | list | tuple) else targets
+        each.pop("base_model_name_or_path", None)
+    if first["target_modules"] is None:  # PEFT has chosen them by the architecture
+        first["target_modules"] = second["target_modules"]
+    return first == second
 
 
 def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:

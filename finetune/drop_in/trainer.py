@@ -106,6 +106,7 @@ class SFTTrainer(engine.SFTTrainer):
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded, peft_config = backbone.load(model, given, STACK, quantization_config, peft_config, OVERRIDES)
+        peft_config = former.adapter(loaded, peft_config)
         refusals.model(loaded, peft_config)
         layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)

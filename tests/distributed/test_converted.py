@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from finetune.config import load
 from tests import launch, tiny
 
 NOTEBOOKS = sorted((launch.ROOT / "examples" / "notebooks").glob("*.ipynb"))
 CONVERTED = launch.ROOT / "notebooks_converted"
-KINDS = (".py", ".yaml", ".report.json")
+KINDS = (".py", ".report.json")
 
 
 def worst(one: list[float], other: list[float]) -> float:
@@ -36,41 +36,63 @@ def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkey
     for kind in KINDS:
         name = notebook.stem + kind
         assert (tmp_path / name).read_bytes() == (CONVERTED / name).read_bytes(), f"{name}: run `make notebooks`"
-    config = load(["--config", str(tmp_path / f"{notebook.stem}.yaml")], script=f"{notebook.stem}.py")
-    assert config.rows_from_script and config.training.global_batch_size in (8, 16)
+
+
+# What each script needs to train on this machine: the model and the rows by other names, and a few steps.
+LOCAL = {
+    "model": r'(model_name=)"[^"]*"',
+    "rows": r"load_dataset\([^()]*\)",
+    "steps": r"(max_steps|num_train_epochs)=\d+",
+    "optimizer": r'optim="[^"]*"',
+    "folder": r'output_dir="[^"]*"',
+    "bits": r"load_in_4bit=True",
+}
+_MESSAGES = [{"role": "user", "content": "how many? {n}"}, {"role": "assistant", "content": "{n} birds"}]
+ROWS = {
+    "full_text": {"text": "one bird sings {n} times in the morning"},
+    "lora_messages": {"conversations": [{"from": "human", "value": "how? {n}"}, {"from": "gpt", "value": "{n} birds"}]},
+    "multi_turn_responses": {"messages": _MESSAGES},
+    "qlora_alpaca": {"instruction": "count {n}", "input": "", "output": "{n} birds"},
+}
+
+
+def local(stem: str, model: Path, folder: Path) -> Path:
+    """The converted script with a local model, local rows and four steps; the text of its rows differs."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROWS[stem]).replace("{n}", str(n)) + "\n" for n in range(64)))
+    new = {
+        "model": rf'\1"{model}"',
+        "rows": f'load_dataset("json", data_files="{rows}", split="train")',
+        "steps": "max_steps=4",
+        "optimizer": 'optim="adamw_torch"',
+        "folder": 'output_dir="outputs"',
+        "bits": "load_in_4bit=False",
+    }
+    text = (CONVERTED / f"{stem}.py").read_text(encoding="utf-8")
+    for name, pattern in LOCAL.items():
+        text, count = re.subn(pattern, new[name], text)
+        assert count == 1 or name == "bits", (name, count)
+    path = folder / f"{stem}.py"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 @pytest.mark.unsloth
 @pytest.mark.process
-def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Model and data replaced by local ones; the notebook's own data preparation then does not run."""
-    overrides = {
-        "model.model_name_or_path": tiny_model,
-        "data.train_file": tiny_data / "train.jsonl",
-        "data.format": "messages",
-        "data.assistant_only_loss": "true",
-        "data.cache_dir": tmp_path / "cache",
-        "training.max_steps": 4,
-        "training.optim": "adamw_torch",
-        "logging.generate_samples": 0,
-    }
-    arguments = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
-    script = CONVERTED / "lora_messages.py"
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_converted_script_on_two_ranks_trains_as_on_one(notebook: Path, tiny_model: Path, tmp_path: Path) -> None:
     runs = []
     for how in ("1 rank", "2 ranks"):
-        out = ["--training.output_dir", str(tmp_path / how)]
-        done = launch.run(how, [*arguments, *out], cache=tmp_path, script=script)
+        folder = tmp_path / how
+        folder.mkdir()
+        script = local(notebook.stem, tiny_model, folder)
+        done = launch.run(how, [], cache=folder, script=script)
         assert done.returncode == 0, done.stdout[-8000:]
-        runs.append(launch.read(tmp_path / how))
+        runs.append(launch.read(folder / "outputs"))
     one, two = runs
-    assert [run["world_size"] for run in runs] == [1, 2] and one["script"] == str(script)
+    assert [run["world_size"] for run in runs] == [1, 2]
     assert one["batch"]["global_batch_size"] == two["batch"]["global_batch_size"]
     assert len(one["losses"]) == 4 and worst(one["losses"], two["losses"]) < 1e-5
-    adapters = [path.relative_to(tmp_path) for path in tmp_path.rglob("adapter_model.safetensors")]
-    final = [path for path in adapters if not path.parent.name.startswith("checkpoint-")]
-    assert sorted(path.parent.name for path in final) == ["1 rank", "2 ranks"]
-    template = (tmp_path / "2 ranks" / "chat_template.jinja").read_text()
-    assert "<|start_header_id|>" in template  # by the script's function for the tokenizer
 
 
 SCRIPT = '''

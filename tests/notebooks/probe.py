@@ -4,13 +4,10 @@ A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in ju
 `# %% [file] NAME` is a file beside the notebook. Facts:
 
     # expect: converted            or `refused R4`, `refused R0|R1`
-    # form: any                    settings, drop-in or any: the form of the converted script
     # cause: why this probe exists
     # fast                         part of the default suite
-    # setting: lora.r = 16         a setting as JSON or YAML; `absent`: not in the file; `1 or 2`: either
-    # mask: completion             what is supervised: all, completion, assistant, responses, or trl (known at run time)
-    # has: text                    in the script; only if the form is drop-in: `# drop-in has: text`
-    # hasnot: text                 neither in the script nor in the settings
+    # has: text                    in the script
+    # hasnot: text                 not in the script
     # says: text                   in the reason or in a note
     # kept or named: text          in the script or in a note
 
@@ -20,12 +17,9 @@ A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in ju
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 FOLDER = Path(__file__).parent / "probes"
 SECRETS = {
@@ -35,7 +29,7 @@ SECRETS = {
     "@PASSWORD@": "tulip-Gr4nite-91-otter",
     "@AWS@": "AKIA" + "Z7Q4" * 4,
 }
-KINDS = ("setting", "mask", "has", "drop-in has", "hasnot", "says", "kept or named")
+KINDS = ("has", "hasnot", "says", "kept or named")
 
 
 @dataclass(kw_only=True)
@@ -44,7 +38,6 @@ class Probe:
 
     name: str
     expect: str
-    form: str = "any"
     why: str = ""
     fast: bool = False
     facts: list[tuple[str, str]] = field(default_factory=list)
@@ -91,8 +84,8 @@ def read_probe(path: Path) -> Probe:
     probe.cells = [cell for cell in probe.cells if not cell[0].startswith("[file]")]
     for line in head.splitlines():
         key, _, value = (part.strip() for part in line.removeprefix("#").partition(":"))
-        if key in ("expect", "form"):
-            setattr(probe, key, value)
+        if key == "expect":
+            probe.expect = value
         elif key == "cause":
             probe.why = value
         elif key == "fast":
@@ -101,8 +94,8 @@ def read_probe(path: Path) -> Probe:
             probe.facts.append((key, value))
         elif line.strip():
             raise ValueError(f"{path}: unknown fact: {line}")
-    if probe.expect.split()[:1] not in (["converted"], ["refused"]) or probe.form not in ("any", "settings", "drop-in"):
-        raise ValueError(f"{path}: unknown outcome: {probe.expect}, {probe.form}")
+    if probe.expect.split()[:1] not in (["converted"], ["refused"]):
+        raise ValueError(f"{path}: unknown outcome: {probe.expect}")
     return probe
 
 
@@ -156,90 +149,27 @@ def judge(probe: Probe, folder: Path) -> Verdict:
         return Verdict(kind="refused wrongly", details=f"{outcome.code} cell {outcome.cell}: {outcome.reason}{said}")
     if wanted == "refused":
         return Verdict(kind="wrong", details=f"converted; {probe.expect} expected")
-    wrong = _differences(probe, outcome.conversion, folder)
+    wrong = _differences(probe, outcome.conversion)
     return Verdict(kind="wrong", details="; ".join(wrong)) if wrong else Verdict(kind="right")
 
 
 def _all_texts(conversion: Any) -> str:
-    if conversion is None:
-        return ""
-    texts = (conversion.script, conversion.config or "", conversion.infer or "", json.dumps(conversion.report))
-    return "\n".join(texts)
+    return "" if conversion is None else "\n".join((conversion.script, json.dumps(conversion.report)))
 
 
-def form_of(conversion: Any) -> str:
-    return str(conversion.report.get("form") or ("settings" if conversion.config else "drop-in"))
-
-
-def _differences(probe: Probe, conversion: Any, folder: Path) -> list[str]:
-    form = form_of(conversion)
-    found = [f"the form is {form}, not {probe.form}"] if probe.form not in ("any", form) else []
-    settings = _Settings(conversion.config, folder) if form == "settings" else None
+def _differences(probe: Probe, conversion: Any) -> list[str]:
+    code = conversion.script.split('"""', 2)[2]
     notes = "\n".join(conversion.report["notes"]).lower()
+    found = []
     for kind, text in probe.facts:
-        if kind in ("setting", "mask"):
-            found += [] if settings is None else settings.differences(kind, text)
-        elif kind == "has" or (kind == "drop-in has" and form == "drop-in"):
-            found += [] if text in conversion.script else [f"not in the script: {text}"]
-        elif kind == "hasnot" and text in conversion.script + (conversion.config or ""):
-            found.append(f"in the script or its settings: {text}")
-        elif kind == "kept or named" and text.lower() not in notes + conversion.script:
+        if kind == "has" and text not in code:
+            found.append(f"not in the script: {text}")
+        elif kind == "hasnot" and text in code:
+            found.append(f"in the script: {text}")
+        elif kind == "kept or named" and text.lower() not in notes + code.lower():
             found.append(f"neither in the script nor in the notes: {text}")
         elif kind == "says" and text.lower() not in notes:
             found.append(f"not in the notes: {text}")
-    if form == "drop-in" and ("from finetune import" not in conversion.script or "!pip" in conversion.script):
+    if "from finetune import" not in code or "!pip" in code:
         found.append("the script does not import finetune's SFTTrainer")
     return found
-
-
-class _Settings:
-    """The written settings, and what they amount to with the defaults."""
-
-    def __init__(self, text: str, folder: Path):
-        from finetune.config import load
-
-        path = folder / "settings.yaml"
-        path.write_text(text, encoding="utf-8")
-        self.written = yaml.safe_load(text)
-        self.effective = load(["--config", str(path)], script="script.py")
-
-    def differences(self, kind: str, text: str) -> list[str]:
-        if kind == "mask":
-            # At run time the rows decide by TRL's rule, which is what the probe says of them.
-            fits = self.mask() == text or (self.mask() == "trl" and text in ("all", "completion"))
-            return [] if fits else [f"the mask is {self.mask()}, not {text}"]
-        name, _, wanted = (part.strip() for part in text.partition("="))
-        section, key = name.split(".", 1)
-        value = (self.written.get(section) or {}).get(key, "absent")
-        if value == "absent" and wanted != "absent":
-            value = getattr(getattr(self.effective, section), key, "absent")
-        fits = any(_equal(value, _parsed(one)) for one in wanted.split(" or "))
-        return [] if fits else [f"{name} is {value!r}, not {wanted}"]
-
-    def mask(self) -> str:
-        """What the loss is computed on, as far as the settings decide it."""
-        data = self.effective.data
-        if data.response_part is not None:
-            return "responses"
-        if data.format == "text":
-            return "all"
-        if data.format == "prompt_completion":
-            return "all" if data.completion_only_loss is False else "completion"
-        if data.assistant_only_loss is True:
-            return "assistant"
-        if data.format == "auto" and data.completion_only_loss is None:
-            return "trl"
-        return "all"
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return yaml.safe_load(text)
-
-
-def _equal(one: Any, two: Any) -> bool:
-    if isinstance(one, int | float) and isinstance(two, int | float) and not isinstance(one, bool):
-        return math.isclose(one, two, rel_tol=1e-9)
-    return one == two

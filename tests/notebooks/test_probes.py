@@ -38,9 +38,6 @@ def test_the_fast_part_touches_every_cause() -> None:
 
 
 FALSE = {
-    "a setting": [("setting", "lora.r = 9")],
-    "a setting that is there": [("setting", "lora.r = absent")],
-    "a mask": [("mask", "assistant")],
     "missing code": [("has", "load_from_disk")],
     "code that is there": [("hasnot", "load_dataset")],
     "a missing note": [("says", "no such note")],
@@ -76,8 +73,9 @@ def test_a_refusal_needs_the_right_code(expect: str, kind: str, tmp_path: Path) 
 def test_a_copied_secret_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = read_probe(FOLDER / "secrets" / "login_literal.py")
     assert judge(probe, tmp_path).good
-    monkeypatch.setattr("finetune.convert.secrets.remove_secrets", lambda notebook: [])
-    monkeypatch.setattr("finetune.convert.emit.scrub", lambda text: text, raising=False)
+    monkeypatch.setattr("finetune.convert.notebook.secrets.remove_secrets", lambda notebook: [])
+    monkeypatch.setattr("finetune.convert.script.write.scrub", lambda text: text)
+    monkeypatch.setattr("finetune.convert.script.report.scrub", lambda text: text)
     verdict = judge(probe, tmp_path)
     assert verdict.kind == "wrong" and "@HF@" in verdict.details and SECRETS["@HF@"] not in verdict.details
 

@@ -15,8 +15,6 @@ from typing import Any
 WITNESS = {
     "command",
     "witness",
-    "witness_notebook",
-    "witness_stand_ins",
     "sandbox",
     "services",
 }  # the package imports its command
@@ -32,16 +30,21 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 @dataclass(frozen=True)
 class Pair:
-    """A notebook, its correct conversion, and faults: name -> (text in the script or its settings, replacement)."""
+    """A notebook, its correct conversion, and faults: name -> (text in the script, replacement)."""
 
     cells: tuple[str, ...]
     script: str
-    config: str
-    form: str
     faults: dict[str, tuple[str, str]]
 
 
-# --- TRL and PEFT, settings form --------------------------------------------------------------------------------------
+def as_script(cells: tuple[str, ...], old: str, new: str) -> str:
+    """The cells with finetune's trainer, and one more argument."""
+    text = "\n".join(cells).replace("from trl import", "from finetune import") + "\n"
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+# --- TRL and PEFT -----------------------------------------------------------------------------------------------
 
 TRL_CELLS = (
     """import torch
@@ -83,155 +86,65 @@ dataset = dataset.map(to_messages).select_columns(["messages"])""",
 )""",
     "trainer.train()",
 )
-TRL_SCRIPT = """from finetune import script
-
-
-def prepare_tokenizer(tokenizer):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained("acme/words")
-    tokenizer.eos_token = "<|eot_id|>"
-    return tokenizer
-
-
-def build_dataset(tokenizer):
-    from datasets import load_dataset
-
-    def to_messages(row):
-        question = row["context"] + row["question"]
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["answer"]}]
-        return {"messages": messages, "other": [{"role": "user", "content": "?"}, messages[1]]}
-
-    dataset = load_dataset("acme/questions", "main", split="train")
-    dataset = dataset.shuffle(seed=7).select(range(5000))
-    dataset = dataset.filter(lambda row: len(row["answer"]) > 45)
-    dataset = dataset.train_test_split(test_size=500, seed=3)["train"]
-    dataset = dataset.map(to_messages).select_columns(["messages"])
-    return dataset
-
-
-def prepare_model(model, tokenizer):
-    return model
-
-
-def main() -> int:
-    return script.run(__file__, dataset=build_dataset, tokenizer=prepare_tokenizer, model=prepare_model)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
-"""
-TRL_CONFIG = """
-model:
-  model_name_or_path: acme/tiny
-  revision: v1
-  backend: transformers
-  dtype: float16
-  load_in_8bit: true
-  attn_implementation: sdpa
-  trust_remote_code: true
-lora:
-  r: 8
-  lora_alpha: 32
-  lora_dropout: 0.05
-  target_modules: [q_proj, v_proj]
-  modules_to_save: [lm_head]
-  bias: lora_only
-  use_rslora: true
-  adapter_kwargs:
-    use_dora: true
-    rank_pattern: {q_proj: 4}
-    alpha_pattern: {q_proj: 4}
-    layers_to_transform: [0]
-    init_lora_weights: gaussian
-data:
-  max_length: 128
-  keep_empty: true
-  packing: true
-  format: auto
-  assistant_only_loss: true
-training:
-  global_batch_size: 8
-  per_device_train_batch_size: 2
-  num_train_epochs: 3
-  learning_rate: 0.0001
-  lr_scheduler_type: cosine_with_restarts
-  lr_scheduler_kwargs: {num_cycles: 2}
-  warmup_steps: 7
-  weight_decay: 0.02
-  optim: adamw_torch
-  optim_args: a=1
-  max_grad_norm: 0.3
-  seed: 11
-  adam_beta1: 0.8
-  adam_beta2: 0.95
-  adam_epsilon: 0.0000001
-  neftune_noise_alpha: 5
-"""
+TRL_SCRIPT = as_script(TRL_CELLS, "    ),\n)", "    ),\n    global_batch_size=8,\n)")
+_LOADED, _TRAINER = "model = AutoModel", "trainer = SFT"  # behind these lines, changes of tokenizer and model
 TRL_FAULTS = {
-    "model name": ("model_name_or_path: acme/tiny", "model_name_or_path: acme/tiny-it"),
-    "revision": ("revision: v1", "revision: v2"),
-    "dtype": ("dtype: float16", "dtype: bfloat16"),
-    "dtype by device": ("dtype: float16", "dtype: auto"),
-    "8 bits": ("load_in_8bit: true", "load_in_8bit: false"),
-    "4 bits for 8": ("load_in_8bit: true", "load_in_4bit: true"),
-    "attention": ("attn_implementation: sdpa", "attn_implementation: eager"),
-    "trust_remote_code": ("trust_remote_code: true", "trust_remote_code: false"),
-    "full fine-tuning": ("  load_in_8bit: true\n", "  full_finetuning: true\n"),
-    "r": ("r: 8\n", "r: 16\n"),
-    "lora_alpha": ("lora_alpha: 32", "lora_alpha: 16"),
-    "lora_dropout": ("lora_dropout: 0.05", "lora_dropout: 0.0"),
-    "target modules: one more": ("[q_proj, v_proj]", "[q_proj, v_proj, k_proj]"),
-    "target modules: default": ("  target_modules: [q_proj, v_proj]\n", ""),
-    "modules_to_save": ("  modules_to_save: [lm_head]\n", ""),
-    "bias": ("bias: lora_only", "bias: none"),
-    "use_rslora": ("use_rslora: true", "use_rslora: false"),
-    "use_dora": ("    use_dora: true\n", ""),
-    "rank_pattern": ("rank_pattern: {q_proj: 4}", "rank_pattern: {q_proj: 5}"),
-    "alpha_pattern": ("    alpha_pattern: {q_proj: 4}\n", ""),
-    "layers_to_transform": ("    layers_to_transform: [0]\n", ""),
-    "init_lora_weights": ("    init_lora_weights: gaussian\n", ""),
-    "max_length": ("max_length: 128", "max_length: 256"),
-    "max_length: default": ("  max_length: 128\n", ""),
-    "over_length: end": ("max_length: 128", "max_length: 128\n  over_length: keep_end"),
-    "over_length: drop": ("max_length: 128", "max_length: 128\n  over_length: drop"),
-    "packing": ("packing: true", "packing: false"),
-    "assistant_only_loss": ("assistant_only_loss: true", "assistant_only_loss: false"),
-    "rows without an answer": ("keep_empty: true", "keep_empty: false"),
-    "last_turn_only": ("assistant_only_loss: true", "assistant_only_loss: true\n  train_on_roles: [user]"),
-    "system prompt": ("format: auto", "format: auto\n  system_prompt: Be brief."),
-    "format": ("format: auto", "format: messages\n  columns: {messages: other}"),
-    "global_batch_size": ("global_batch_size: 8", "global_batch_size: 16"),
-    "global_batch_size: no accumulation": ("global_batch_size: 8", "global_batch_size: 2"),
-    "num_train_epochs": ("num_train_epochs: 3", "num_train_epochs: 1"),
-    "max_steps": ("num_train_epochs: 3", "max_steps: 60"),
-    "learning_rate": ("learning_rate: 0.0001", "learning_rate: 0.0002"),
-    "lr_scheduler_type": ("cosine_with_restarts\n  lr_scheduler_kwargs: {num_cycles: 2}", "linear"),
-    "lr_scheduler_kwargs": ("{num_cycles: 2}", "{num_cycles: 3}"),
-    "warmup_steps": ("warmup_steps: 7", "warmup_steps: 0"),
-    "warmup as a share": ("warmup_steps: 7", "warmup_steps: 0.07"),
-    "weight_decay": ("weight_decay: 0.02", "weight_decay: 0.01"),
-    "optim": ("optim: adamw_torch", "optim: adamw_8bit"),
-    "optim_args": ("  optim_args: a=1\n", ""),
-    "max_grad_norm": ("max_grad_norm: 0.3", "max_grad_norm: 1.0"),
-    "seed": ("seed: 11", "seed: 42"),
-    "adam_beta1": ("adam_beta1: 0.8", "adam_beta1: 0.9"),
-    "adam_beta2": ("adam_beta2: 0.95", "adam_beta2: 0.999"),
-    "adam_epsilon": ("adam_epsilon: 0.0000001", "adam_epsilon: 0.00000001"),
-    "neftune_noise_alpha": ("  neftune_noise_alpha: 5\n", ""),
-    "chat template by name": ("revision: v1", "revision: v1\n  chat_template: chatml"),
-    "learning_rate_rule": (
-        "  learning_rate: 0.0001",
-        "  learning_rate_rule: linear\n  base_global_batch_size: 4\n  learning_rate: 0.0001",
-    ),  # fmt: skip
-    # In the script.
-    "tokenizer of another model": ('AutoTokenizer.from_pretrained("acme/words")', "tokenizer"),
-    "end token": ('    tokenizer.eos_token = "<|eot_id|>"\n', ""),
-    "prepare_tokenizer is not called": (", tokenizer=prepare_tokenizer", ""),
-    "added token": ("    return tokenizer\n", '    tokenizer.add_tokens(["the cat"])\n    return tokenizer\n'),
+    "model name": ('"acme/tiny"', '"acme/tiny-it"'),
+    "revision": ('revision="v1"', 'revision="v2"'),
+    "dtype": ("dtype=torch.float16", "dtype=torch.bfloat16"),
+    "dtype by device": ("dtype=torch.float16", 'dtype="auto"'),
+    "8 bits": ("load_in_8bit=True", "load_in_8bit=False"),
+    "4 bits for 8": ("load_in_8bit=True", "load_in_4bit=True"),
+    "attention": ('attn_implementation="sdpa"', 'attn_implementation="eager"'),
+    "trust_remote_code": ("trust_remote_code=True", "trust_remote_code=False"),
+    "full precision": ("quantization_config=BitsAndBytesConfig(load_in_8bit=True),", ""),
+    "r": ("r=8,", "r=16,"),
+    "lora_alpha": ("lora_alpha=32", "lora_alpha=16"),
+    "lora_dropout": ("lora_dropout=0.05", "lora_dropout=0.0"),
+    "target modules: one more": ('["q_proj", "v_proj"]', '["q_proj", "v_proj", "k_proj"]'),
+    "target modules: default": ('target_modules=["q_proj", "v_proj"], ', ""),
+    "modules_to_save": ('modules_to_save=["lm_head"],', ""),
+    "bias": ('bias="lora_only"', 'bias="none"'),
+    "use_rslora": ("use_rslora=True", "use_rslora=False"),
+    "use_dora": ("use_dora=True, ", ""),
+    "rank_pattern": ('rank_pattern={"q_proj": 4}', 'rank_pattern={"q_proj": 5}'),
+    "alpha_pattern": (', alpha_pattern={"q_proj": 4}', ""),
+    "layers_to_transform": ("layers_to_transform=[0], ", ""),
+    "init_lora_weights": ('init_lora_weights="gaussian", ', ""),
+    "max_length": ("max_length=128", "max_length=256"),
+    "max_length: default": ("max_length=128, ", ""),
+    "truncation": ("max_length=128", 'max_length=128, truncation_mode="keep_end"'),
+    "packing": ("packing=True", "packing=False"),
+    "assistant_only_loss": ("assistant_only_loss=True", "assistant_only_loss=False"),
+    "global_batch_size": ("global_batch_size=8", "global_batch_size=16"),
+    "global_batch_size: no accumulation": ("global_batch_size=8", "global_batch_size=2"),
+    "num_train_epochs": ("num_train_epochs=3", "num_train_epochs=1"),
+    "max_steps": ("num_train_epochs=3", "max_steps=60"),
+    "learning_rate": ("learning_rate=1e-4", "learning_rate=2e-4"),
+    "lr_scheduler_type": (
+        'lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}',
+        'lr_scheduler_type="linear"',
+    ),
+    "lr_scheduler_kwargs": ('{"num_cycles": 2}', '{"num_cycles": 3}'),
+    "warmup_steps": ("warmup_steps=7", "warmup_steps=0"),
+    "warmup as a share": ("warmup_steps=7", "warmup_steps=0.07"),
+    "weight_decay": ("weight_decay=0.02", "weight_decay=0.01"),
+    "optim": ('optim="adamw_torch"', 'optim="adamw_8bit"'),
+    "optim_args": (', optim_args="a=1"', ""),
+    "max_grad_norm": ("max_grad_norm=0.3", "max_grad_norm=1.0"),
+    "seed": ("seed=11", "seed=42"),
+    "adam_beta1": ("adam_beta1=0.8", "adam_beta1=0.9"),
+    "adam_beta2": ("adam_beta2=0.95", "adam_beta2=0.999"),
+    "adam_epsilon": ("adam_epsilon=1e-7", "adam_epsilon=1e-8"),
+    "neftune_noise_alpha": ("neftune_noise_alpha=5, ", ""),
+    "tokenizer of another model": ('"acme/words"', '"acme/tiny"'),
+    "end token": ('tokenizer.eos_token = "<|eot_id|>"\n', ""),
+    "the model's tokenizer": ("processing_class=tokenizer, ", ""),
+    "added token": (_LOADED, 'tokenizer.add_tokens(["the cat"])\n' + _LOADED),
     "chat template": (
-        "    return tokenizer\n",
-        '    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"\n    return tokenizer\n',
+        _LOADED,
+        'tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"\n'
+        + _LOADED,
     ),  # fmt: skip
     "column of the question": ('row["context"] + row["question"]', 'row["question"]'),
     "column of the answer": ('"content": row["answer"]', '"content": row["context"]'),
@@ -251,24 +164,24 @@ TRL_FAULTS = {
     "selection": (".select(range(5000))", ".select(range(50))"),
     "larger selection": (".select(range(5000))", ".select(range(10000))"),
     "no selection": (".select(range(5000))", ""),
-    "filter": ('    dataset = dataset.filter(lambda row: len(row["answer"]) > 45)\n', ""),
+    "filter": ('dataset = dataset.filter(lambda row: len(row["answer"]) > 45)\n', ""),
     "limit of the filter": ('len(row["answer"]) > 45', 'len(row["answer"]) > 70'),
     "held-out share": ("test_size=500", "test_size=1000"),
     "seed of the division": ("seed=3", "seed=4"),
     "held-out rows for training": (')["train"]', ')["test"]'),
-    "frozen weights": ("    return model\n", "    model.resize_token_embeddings(700)\n    return model\n"),
-    "a name that is not defined": ("    return dataset\n", "    return datasets\n"),
+    "frozen weights": (_TRAINER, "model.resize_token_embeddings(700)\n" + _TRAINER),
+    "a name that is not defined": ("train_dataset=dataset", "train_dataset=datasets"),
     "trained besides the adapter": (
-        "    return model\n",
-        "    model.lm_head.weight.requires_grad = True\n    return model\n",
+        "trainer.train()",
+        "trainer.model.lm_head.weight.requires_grad = True\ntrainer.train()",
     ),
-    "configuration": ("    return model\n", "    model.config.attention_dropout = 0.5\n    return model\n"),
-    "changed weights": ("    return model\n", "    model.lm_head.weight.data.mul_(0.5)\n    return model\n"),
-    "cast": ("    return model\n", "    return model.float()\n"),
-    "checkpoint": ("num_train_epochs: 3", "num_train_epochs: 3\n  resume_from_checkpoint: outputs/checkpoint-3"),
+    "configuration": (_TRAINER, "model.config.attention_dropout = 0.5\n" + _TRAINER),
+    "changed weights": (_TRAINER, "model.lm_head.weight.data.mul_(0.5)\n" + _TRAINER),
+    "cast": (_TRAINER, "model = model.float()\n" + _TRAINER),
+    "checkpoint": ("trainer.train()", 'trainer.train("outputs/checkpoint-3")'),
 }
 
-# --- Unsloth, settings form -------------------------------------------------------------------------------------------
+# --- Unsloth, ----------------------------------------------------------------------------------------------------
 
 UNSLOTH_CELLS = (
     """from unsloth import FastLanguageModel
@@ -293,94 +206,37 @@ trainer = train_on_responses_only(
 )""",
     "trainer.train()",
 )
-UNSLOTH_SCRIPT = """from finetune import script
-
-
-def prepare_tokenizer(tokenizer):
-    from unsloth.chat_templates import get_chat_template
-
-    tokenizer = get_chat_template(tokenizer, chat_template="chatml")
-    return tokenizer
-
-
-def build_dataset(tokenizer):
-    from datasets import load_dataset
-
-    def to_text(rows):
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in rows["messages"]]
-        return {"text": texts, "note": ["See: " + text for text in texts]}
-
-    dataset = load_dataset("acme/chats", split="train").map(to_text, batched=True)
-    return dataset
-
-
-def main() -> int:
-    return script.run(__file__, dataset=build_dataset, tokenizer=prepare_tokenizer)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
-"""
-UNSLOTH_CONFIG = """
-model:
-  model_name_or_path: acme/tiny
-  load_in_4bit: true
-lora:
-  r: 8
-  lora_alpha: 16
-  lora_dropout: 0.0
-  target_modules: [q_proj, down_proj]
-  random_state: 9
-data:
-  max_length: 1024
-  keep_empty: true
-  format: text
-  instruction_part: "<|im_start|>user\\n"
-  response_part: "<|im_start|>assistant\\n"
-training:
-  global_batch_size: 8
-  per_device_train_batch_size: 2
-  max_steps: 60
-  learning_rate: 0.0002
-  lr_scheduler_type: linear
-  warmup_steps: 0.25
-  weight_decay: 0.001
-  optim: adamw_8bit
-  seed: 3407
-"""
+UNSLOTH_SCRIPT = as_script(
+    UNSLOTH_CELLS, 'output_dir="outputs"),\n)', 'output_dir="outputs"),\n    global_batch_size=8,\n)'
+)
 UNSLOTH_FAULTS = {
-    "random_state": ("random_state: 9", "random_state: 3407"),
-    "adapter's seed: default": ("  random_state: 9\n", ""),
-    "4 bits": ("load_in_4bit: true", "load_in_4bit: false"),
-    "16 bits": ("load_in_4bit: true", "dtype: float16\n  load_in_4bit: true"),
-    "no markers": (
-        '  instruction_part: "<|im_start|>user\\n"\n  response_part: "<|im_start|>assistant\\n"\n', ""
-    ),
+    "random_state": ("random_state=9", "random_state=3407"),
+    "adapter's seed: default": (", random_state=9", ""),
+    "4 bits": ("load_in_4bit=True", "load_in_4bit=False"),
+    "16 bits": ("dtype=None", 'dtype="float16"'),
+    "no markers": ("trainer = train_on_responses_only(", "(lambda *_, **__: None)("),
     "markers exchanged": (
-        'instruction_part: "<|im_start|>user\\n"\n  response_part: "<|im_start|>assistant\\n"',
-        'instruction_part: "<|im_start|>assistant\\n"\n  response_part: "<|im_start|>user\\n"',
+        'instruction_part="<|im_start|>user\\n", response_part="<|im_start|>assistant\\n"',
+        'instruction_part="<|im_start|>assistant\\n", response_part="<|im_start|>user\\n"',
     ),
     "response marker without its newline": ('"<|im_start|>assistant\\n"', '"<|im_start|>assistant"'),
-    "column": ("format: text", "format: text\n  columns: {text: note}"),
-    "the messages instead of the text": ("format: text", "format: messages"),
-    "max_length of the loader": ("max_length: 1024", "max_length: 2048"),
-    "default of weight_decay": ("weight_decay: 0.001", "weight_decay: 0.0"),
-    "default of the optimizer": ("optim: adamw_8bit", "optim: adamw_torch_fused"),
-    "default of the seed": ("seed: 3407", "seed: 42"),
-    "default of the schedule": ("lr_scheduler_type: linear", "lr_scheduler_type: cosine"),
-    "default of the batch": ("global_batch_size: 8", "global_batch_size: 2"),
-    "warmup_ratio": ("warmup_steps: 0.25", "warmup_steps: 5"),
+    "column": ('dataset_text_field="text"', 'dataset_text_field="note"'),
+    "the messages instead of the text": ("batched=True)", 'batched=True, remove_columns=["text"])'),
+    "max_length of the loader": ("max_seq_length=1024", "max_seq_length=2048"),
+    "weight_decay": ("max_steps=60", "max_steps=60, weight_decay=0.0"),
+    "the optimizer": ("max_steps=60", 'max_steps=60, optim="adamw_torch_fused"'),
+    "the seed": ("max_steps=60", "max_steps=60, seed=42"),
+    "the schedule": ("max_steps=60", 'max_steps=60, lr_scheduler_type="cosine"'),
+    "the batch": ("global_batch_size=8", "global_batch_size=2"),
+    "warmup_ratio": ("warmup_ratio=0.25", "warmup_steps=5"),
     "template": ('chat_template="chatml"', 'chat_template="llama-3.1"'),
-    "no template": ('    tokenizer = get_chat_template(tokenizer, chat_template="chatml")\n', ""),
+    "no template": ('tokenizer = get_chat_template(tokenizer, chat_template="chatml")\n', ""),
     "generation prompt": ("tokenize=False)", "tokenize=False, add_generation_prompt=True)"),
     "a token at the start": ("texts = [tokenizer.apply", "texts = [tokenizer.bos_token + tokenizer.apply"),
-    "a token at the end": (
-        "tokenize=False) for", 'tokenize=False).rstrip().removesuffix("<|im_end|>") for'
-    ),
-    "backend": ("  load_in_4bit: true", "  backend: transformers\n  load_in_4bit: true"),
+    "a token at the end": ("tokenize=False) for", 'tokenize=False).rstrip().removesuffix("<|im_end|>") for'),
 }  # fmt: skip
 
-# --- TRL, drop-in form ------------------------------------------------------------------------------------------------
+# --- TRL ------------------------------------------------------------------------------------------------
 
 COLLATOR = '''
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
@@ -481,7 +337,7 @@ DROP_FAULTS = {
     "an undefined name": ("    if torch", "    print(undefined)\n    if torch"),
 }  # fmt: skip
 
-# --- full fine-tuning, drop-in form -----------------------------------------------------------------------------------
+# --- full fine-tuning -----------------------------------------------------------------------------------
 
 _FULL = """
     model = AutoModelForCausalLM.from_pretrained("acme/tiny")
@@ -521,37 +377,34 @@ FULL_FAULTS = {
 }
 
 PAIRS = {
-    "trl": Pair(TRL_CELLS, TRL_SCRIPT, TRL_CONFIG, "settings", TRL_FAULTS),
-    "unsloth": Pair(UNSLOTH_CELLS, UNSLOTH_SCRIPT, UNSLOTH_CONFIG, "settings", UNSLOTH_FAULTS),
-    "drop-in": Pair(DROP_CELLS, DROP_SCRIPT, "", "drop-in", DROP_FAULTS),
-    "full": Pair(FULL_CELLS, FULL_SCRIPT, "", "drop-in", FULL_FAULTS),
+    "trl": Pair(TRL_CELLS, TRL_SCRIPT, TRL_FAULTS),
+    "unsloth": Pair(UNSLOTH_CELLS, UNSLOTH_SCRIPT, UNSLOTH_FAULTS),
+    "collator": Pair(DROP_CELLS, DROP_SCRIPT, DROP_FAULTS),
+    "full": Pair(FULL_CELLS, FULL_SCRIPT, FULL_FAULTS),
 }
 
 
-def planted(pair: Pair, old: str, new: str) -> tuple[str, str]:
-    """Script and settings with a fault."""
-    assert (pair.script + pair.config).count(old) == 1 or pair.script.count(old) == 1, f"{old!r} is not there once"
-    return pair.script.replace(old, new, 1), pair.config.replace(old, new, 1) if old not in pair.script else pair.config
+def planted(pair: Pair, old: str, new: str) -> str:
+    """The script with a fault."""
+    assert pair.script.count(old) == 1, f"{old!r} is not there once"
+    return pair.script.replace(old, new)
 
 
 def outcomes(pair: Pair) -> dict[str, str]:
     """What the witness says to the correct conversion ("right") and to each fault: the difference, or ""."""
-    from finetune.convert import witness
+    from finetune.convert.witness import compare as witness
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.ipynb"
         path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in pair.cells]}))
         theirs = witness.run_notebook(path)
-    scripts = {"right": (pair.script, pair.config)}
-    scripts |= {name: planted(pair, *change) for name, change in pair.faults.items()}
-    files, names = {}, {f"s{number}": name for number, name in enumerate(scripts)}
-    for key, name in names.items():
-        files[f"{key}.py"], config = scripts[name]
-        files |= {f"{key}.yaml": config} if config else {}
+    scripts = {"right": pair.script} | {name: planted(pair, *change) for name, change in pair.faults.items()}
+    names = {f"s{number}": name for number, name in enumerate(scripts)}
+    files = {f"{key}.py": scripts[name] for key, name in names.items()}
     ours: dict[str, Any] = {}
     for some in (list(names)[::2], list(names)[1::2]):  # all at once exceed the limit on a report
         if some:
-            ours |= witness.run_scripts(some, files, pair.form, theirs, 400)
+            ours |= witness.run_scripts(some, files, theirs, 400)
     unsloth = theirs["unsloth"]
     return {name: witness.first_difference(theirs["runs"], ours[key], unsloth=unsloth) for key, name in names.items()}
 
@@ -560,7 +413,7 @@ def main() -> None:
     """Print the outcomes of the pair that the command line names."""
     sys.meta_path.insert(0, Blocker())
     try:
-        import finetune.convert.settings  # noqa: F401
+        import finetune.convert.script.decide  # noqa: F401
     except ModuleNotFoundError:
         sys.stdout.write(json.dumps(outcomes(PAIRS[sys.argv[1]])))
 

@@ -70,7 +70,7 @@ def floor_of(module: str) -> int:
 
 def test_no_file_imports_from_a_floor_above() -> None:
     # The front doors, which open onto everything, and a program that runs by its path in a process of its own.
-    public = ("finetune", "finetune.__main__", "finetune.convert.witness_script")
+    public = ("finetune", "finetune.__main__", "finetune.convert.witness.script")
     wrong = [
         f"{name} imports {imported}"
         for name, imports in GRAPH.items()
@@ -129,9 +129,9 @@ OPENS_ITSELF = {
     "the user names the file and may give a pipe: --config <(...)": ["config.load"],
     "what is installed: this package, TRL, accelerate": [
         "config.sft_fields",
-        "convert.drop_in_form:_trl_source",
+        "convert.script.decide:_trl_source",
         "convert.knowledge",
-        "convert.witness:_run",
+        "convert.witness.compare:_run",
         "doctor",
         "review.board.plugin",
         "review.page",
@@ -148,9 +148,9 @@ OPENS_ITSELF = {
         "runtime.machines",
     ],
     "in the sandbox, which the kernel confines": [
-        "convert.witness_notebook",
-        "convert.witness_script",
-        "convert.witness_stand_ins",
+        "convert.witness.notebook",
+        "convert.witness.script",
+        "convert.witness.stand_ins",
     ],
     "a process without this package, after its parent has checked the folders": ["export.check"],
     "its own output, cache or temporary folder": [

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from finetune.convert.files import hosted_names, renamed
+from finetune.convert.notebook.files import hosted_names, renamed
 
 WRITES = 'table.to_json("rows.jsonl")'
 READS = 'rows = read("/content/rows.jsonl")'

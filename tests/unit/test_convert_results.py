@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.convert.read import read
-from finetune.convert.results import results_in_working_folder
+from finetune.convert.notebook.read import read
+from finetune.convert.notebook.results import results_in_working_folder
 
 TRAIN = "trainer.train()\n"
 DRIVE = "/content/drive/MyDrive"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from finetune.convert.command import main
-from finetune.convert.read import read
-from finetune.convert.secrets import remove_secrets
+from finetune.convert.notebook.read import read
+from finetune.convert.notebook.secrets import remove_secrets
 from tests.unit import test_convert as nb
 
 RANDOM = "aB3xK9qZ7mW2"
@@ -60,7 +60,7 @@ CODE = {
 
 
 def written(path: Path, out: Path) -> dict[str, str]:
-    assert main([str(path), "--out", str(out), "--keep-inference", "--no-witness"]) == 0
+    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
     return {file.name: file.read_text() for file in out.iterdir()}
 
 

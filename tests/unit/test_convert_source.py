@@ -7,16 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from finetune.convert import main
 from finetune.convert.command import Outcome, convert, write
-from finetune.convert.emit import config_text, yaml_value
-from finetune.convert.read import read
+from finetune.convert.notebook.read import read
 from finetune.convert.source import Part, comment, docstring, expression, own, script, visible_comments
-from finetune.convert.values import Settings
 from finetune.errors import RunError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,29 +49,9 @@ def test_a_comment_is_one_line(text: str) -> None:
     assert comment(text).replace("\xa0", "").isprintable() and ast.parse(f"{comment(text)}\n").body == []
 
 
-@settings(max_examples=300, **QUICK)
-@given(HOSTILE)
-def test_a_text_in_the_settings_is_read_as_it_was(text: str) -> None:
-    for value in (text, [text, 1], {"text": text, text: 0.5}):
-        line = f"key: {yaml_value(value)}"
-        assert yaml.safe_load(line) == {"key": value} and line.replace("\xa0", "").isprintable()
-
-
-def test_a_long_text_in_the_settings_stays_on_its_line() -> None:
-    assert "\n" not in yaml_value("a word " * 5_000 + ": more")
-
-
 def test_an_expression_in_a_template_keeps_its_parts_together() -> None:
     rows = ast.parse("a if b else c", mode="eval").body
     assert ast.unparse(expression("ROWS.map(F)", ROWS=rows, F=ast.Constant('"'))) == "(a if b else c).map('\"')"
-
-
-def test_settings_that_are_read_otherwise_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.convert.emit.yaml_value", str)
-    given = Settings()
-    given.set("model.model_name_or_path", "a # b")
-    with pytest.raises(RunError, match="other settings"):
-        config_text(given, "mine")
 
 
 # --- the script against what was emitted ------------------------------------------------------------------------------
@@ -107,13 +84,12 @@ def test_statements_that_were_not_emitted_are_refused(parts: list[Part]) -> None
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["settings", "drop-in"])
 def test_a_docstring_without_escapes_is_not_written(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("finetune.convert.source.docstring", lambda text: f'"""{text}"""')
     (tmp_path / FILE).write_bytes(EXAMPLE.read_bytes())
-    assert main([str(tmp_path / FILE), "--form", form, "--no-witness", "--out", str(tmp_path / "out")]) == 1
+    assert main([str(tmp_path / FILE), "--no-witness", "--out", str(tmp_path / "out")]) == 1
     assert "other statements than were emitted" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -128,22 +104,17 @@ def check_no_code(text: str, *names: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["settings", "drop-in"])
-def test_names_of_the_model_and_the_notebook_are_text(form: str, tmp_path: Path) -> None:
+def test_names_of_the_model_and_the_notebook_are_text(tmp_path: Path) -> None:
     document = EXAMPLE.read_text(encoding="utf-8")
     name = '\\"unsloth/mistral-7b-v0.3-bnb-4bit\\",\\n'
     assert document.count(f"model_name = {name}") == 1
     changed = json.dumps(f"{MODEL!r},\n")[1:-1]
     (tmp_path / FILE).write_text(document.replace(f"model_name = {name}", f"model_name = {changed}"), encoding="utf-8")
-    outcome = convert(tmp_path / FILE, form=form)
+    outcome = convert(tmp_path / FILE)
     assert outcome.result == "converted", outcome
     found = outcome.conversion
     check_no_code(found.script, "os.system")
     assert FILE in " ".join((ast.get_docstring(ast.parse(found.script)) or "").split())
-    if form == "settings":
-        assert yaml.safe_load(found.config)["model"]["model_name_or_path"] == MODEL
-        tree = ast.parse(found.script)
-        assert [type(node).__name__ for node in tree.body] == ["Expr", "ImportFrom", "FunctionDef", "FunctionDef", "If"]
 
 
 PLACES = (
@@ -202,9 +173,9 @@ def shape(text: str) -> str:
     return ast.dump(tree)
 
 
-def tried(place: dict[str, str], form: str, folder: Path) -> Outcome:
+def tried(place: dict[str, str], folder: Path) -> Outcome:
     folder.mkdir(exist_ok=True)
-    return convert(notebook(place, folder), form=form, keep_inference=form == "settings")
+    return convert(notebook(place, folder))
 
 
 EXPLOITS = {
@@ -219,41 +190,32 @@ EXPLOITS = {
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["settings", "drop-in"])
-def test_texts_that_fit_the_templates_of_the_converter_stay_texts(form: str, tmp_path: Path) -> None:
+def test_texts_that_fit_the_templates_of_the_converter_stay_texts(tmp_path: Path) -> None:
     plain = {name: f"plain {name}" for name in PLACES}
-    outcome = tried(plain | EXPLOITS, form, tmp_path)
+    outcome = tried(plain | EXPLOITS, tmp_path)
     assert outcome.result == "converted", outcome
     check_no_code(outcome.conversion.script, "marker")
-    check_no_code(outcome.conversion.infer, "marker")
-    assert (r"# a\x00b\ud800" in outcome.conversion.script) == (form == "settings")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["settings", "drop-in"])
-def test_no_text_of_a_notebook_becomes_code(form: str, tmp_path: Path) -> None:
+def test_no_text_of_a_notebook_becomes_code(tmp_path: Path) -> None:
     plain = {name: f"plain {name}" for name in PLACES}
-    base = tried(plain, form, tmp_path / "plain")
+    base = tried(plain, tmp_path / "plain")
     assert base.result == "converted", base
     outcomes: list[str] = []
-    wanted = shape(base.conversion.script), shape(base.conversion.infer)
+    wanted = shape(base.conversion.script)
 
     @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow], **QUICK)
     @given(st.fixed_dictionaries({}, optional=dict.fromkeys(PLACES, HOSTILE)))
     def check(changed: dict[str, str]) -> None:
-        outcome = tried(plain | changed, form, tmp_path / str(len(outcomes)))
+        outcome = tried(plain | changed, tmp_path / str(len(outcomes)))
         outcomes.append(outcome.result)
         assert "report this notebook" not in outcome.reason, (changed, outcome)
         if outcome.result != "converted":
             return
         found = outcome.conversion
         check_no_code(found.script, "marker")
-        check_no_code(found.infer, "marker")
-        assert (shape(found.script), shape(found.infer)) == wanted, changed
-        if form == "settings":
-            read = yaml.safe_load(found.config)
-            assert read["model"]["model_name_or_path"] == (plain | changed)["model"]
-            assert read.keys() == yaml.safe_load(base.conversion.config).keys()
+        assert shape(found.script) == wanted, changed
         files = write(found, tmp_path / f"out{len(outcomes)}", overwrite=False)
         assert json.loads(files[1].read_bytes())["sha256"] == found.report["sha256"]
 

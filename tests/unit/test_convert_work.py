@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from finetune.convert.command import convert, drop_in_steps
-from finetune.convert.names import Program
-from finetune.convert.read import read
+from finetune.convert.analysis.names import Program
+from finetune.convert.command import steps
+from finetune.convert.notebook.read import read
 
 pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
 
@@ -36,12 +36,8 @@ LINES = {  # {n}: 1, 2, ...; {before}: the number before
 }
 
 
-def settings_form(path: Path) -> None:
-    assert convert(path, form="settings").result == "converted"
-
-
-def drop_in_form(path: Path) -> None:
-    assert drop_in_steps(path, "")[1].script
+def conversion(path: Path) -> None:
+    assert steps(path)[1].script
 
 
 def slices(path: Path) -> None:
@@ -75,9 +71,8 @@ def calls_of(run: Callable[[Path], None], folder: Path, line: str, count: int) -
 @pytest.mark.parametrize(
     ("run", "what"),
     [
-        (settings_form, "writes a file"),
-        (drop_in_form, "writes a file"),
-        (drop_in_form, "needs the one before"),
+        (conversion, "writes a file"),
+        (conversion, "needs the one before"),
         (slices, "fills a list"),
     ],
 )

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import importlib.util
 import inspect
 import json
 import types
@@ -301,6 +302,83 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     assert former.arguments(args, loaded, {}, Overrides()).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
     assert former.arguments(args, of_another_loader, {}, Overrides()).max_length == 4096
+
+
+def test_training_arguments_are_completed_as_by_trls_trainer(
+    model: Path, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The reference is trl.SFTTrainer, given the arguments by their names today."""
+    import transformers
+    import trl
+
+    from finetune import TrainingArguments
+    from finetune.drop_in import former
+
+    given = {"output_dir": str(tmp_path / "t"), "use_cpu": True, "max_steps": 3, "report_to": "none"}
+    today = transformers.TrainingArguments(**given, warmup_steps=0.25, eval_strategy="no")
+    theirs = trl.SFTTrainer(str(model), today, train_dataset=dataset(TEXTS)).args
+    ours = TrainingArguments(**given, warmup_ratio=0.25, evaluation_strategy="no", overwrite_output_dir=True)
+    found = former.arguments(ours, str(model), {})
+    assert type(found) is trl.SFTConfig
+    for field in dataclasses.fields(trl.SFTConfig):
+        if field.name not in ("model_init_kwargs", "gradient_checkpointing_kwargs"):  # TRL fills in while it loads
+            assert getattr(found, field.name) == getattr(theirs, field.name), field.name
+    assert (found.learning_rate, found.gradient_checkpointing) == (5e-5, False)  # of transformers, unlike TRL's
+
+
+@pytest.mark.unsloth
+def test_the_defaults_are_those_of_the_class_that_is_trls_now(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsloth puts its own SFTConfig in the place of TRL's when it is imported on a GPU, which happens first. Its
+    generator is the reference for the folder of a trainer without `args`."""
+    import trl
+
+    from finetune import SFTConfig
+    from finetune.drop_in import former
+
+    assert SFTConfig.__mro__[1] is trl.SFTConfig
+    assert SFTConfig.__dataclass_fields__ == trl.SFTConfig.__dataclass_fields__
+    spec = importlib.util.find_spec("unsloth")
+    assert spec is not None and spec.origin is not None
+    generator = (Path(spec.origin).parent / "models" / "rl.py").read_text(encoding="utf-8")
+    loaded = type("Loaded", (), {"for_training": None, "max_seq_length": 8, "config": SimpleNamespace()})()
+
+    class OnCpu(trl.SFTConfig):
+        def __init__(self, folder: str) -> None:
+            super().__init__(folder, use_cpu=True, bf16=False)
+
+    monkeypatch.setattr(trl, "SFTConfig", OnCpu)
+    assert f"output_dir = '{former.arguments(None, loaded, {}).output_dir}'" in generator
+
+
+def test_an_adapter_that_the_model_has_is_not_added_again(
+    model: Path, make: Callable[..., Any], capsys: pytest.CaptureFixture
+) -> None:
+    """TRL refuses both together; before 0.20 it ignored `peft_config`, as scripts of that time expect."""
+    import trl
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from finetune import SFTConfig, SFTTrainer
+    from finetune.drop_in import former
+
+    def config(**given: Any) -> LoraConfig:
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **given)
+
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config())
+    args = SFTConfig("o", use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ValueError, match="PeftModel"):
+        trl.SFTTrainer(adapted, args, train_dataset=dataset(TEXTS), peft_config=config())
+    with pytest.raises(ValueError, match="PeftModel"):
+        SFTTrainer(adapted, args, train_dataset=dataset(TEXTS), peft_config=config(lora_alpha=9))
+    names = set(adapted.state_dict())
+    trainer = SFTTrainer(adapted, args, train_dataset=dataset(TEXTS), peft_config=config())
+    assert set(trainer.model.state_dict()) == names and list(trainer.model.peft_config) == ["default"]
+    assert "`peft_config` is left out: the model has this adapter" in capsys.readouterr().out
+    default = LoraConfig(task_type="CAUSAL_LM")
+    by_family = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM"))
+    assert former.adapter(by_family, default) is None and former.adapter(trainer.model, default) is default
 
 
 def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:

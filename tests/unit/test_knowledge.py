@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from finetune.config import arguments
@@ -14,22 +13,20 @@ from finetune.convert import knowledge
 
 ROOT = Path(__file__).parents[2]
 SOURCES = "\n".join(
-    path.read_text() for path in sorted((ROOT / "finetune/convert").glob("*.py")) if path.name != "knowledge.py"
+    path.read_text() for path in sorted((ROOT / "finetune/convert").rglob("*.py")) if path.name != "knowledge.py"
 )
 
 
 def test_a_name_stands_in_one_row():
     compared = {row: knowledge.KINDS[row.kinds.split(", ")[0]][0] for row in knowledge.CALLS}
     calls = Counter((name, compared[row]) for row in knowledge.CALLS for name in row.names.split())
-    loaders = Counter((row.owner, name) for row in knowledge.ARGUMENTS for name in row.names.split())
     trainers = Counter((row.of, name) for row in arguments.ARGUMENTS for name in row.names.split())
-    assert [name for name, count in (calls + loaders + trainers).items() if count > 1] == []
+    assert [name for name, count in (calls + trainers).items() if count > 1] == []
 
 
 def test_the_kinds_of_a_row_are_compared_alike():
     for row in knowledge.CALLS:
         assert len({knowledge.KINDS[kind][0] for kind in row.kinds.split(", ")}) == 1, row
-    assert {row.outcome for row in knowledge.ARGUMENTS} == set(knowledge.OUTCOMES)
 
 
 @pytest.mark.parametrize("kind", knowledge.KINDS)
@@ -76,14 +73,6 @@ def test_arguments_are_those_of_the_installed_libraries():
     assert not gone & trainer and set(table) - gone == trainer - {"self"}
     assert {row.now for row in table.values()} - {None, ""} <= trainer
     assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former())
-
-
-def test_defaults_are_those_of_the_installed_libraries():
-    for library, kind in (("transformers", TrainingArguments), ("trl", SFTConfig)):
-        fields = kind.__dataclass_fields__
-        for name, value in knowledge.DEFAULTS[library].items():
-            default = fields[name].default
-            assert getattr(default, "value", default) == value, (library, name)
 
 
 def test_the_docs_print_the_tables():

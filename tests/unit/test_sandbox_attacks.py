@@ -11,7 +11,7 @@ import pytest
 
 from finetune.convert import sandbox, trace
 from finetune.convert.command import convert
-from finetune.convert.read import Refusal
+from finetune.convert.notebook.read import Refusal
 
 pytestmark = pytest.mark.process
 
@@ -165,7 +165,7 @@ ESCAPES = {
 def test_known_escapes_are_refused(escape: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     source = ESCAPES[escape].replace("MARK", str(mark))
-    traces = trace._run([{"kind": "notebook", "statements": [(1, source)], "yaml": {}, "assumed": True}])
+    traces = trace._run([{"statements": [(1, source)], "yaml": {}, "assumed": True}])
     assert traces[0]["failed"].get("1", "").startswith(("unsafe", "TypeError: wraps")), traces[0]["failed"]
     assert not mark.exists()
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from finetune.convert import witness
 from finetune.convert.command import convert, steps
 from finetune.convert.services import in_working_folder
-from finetune.convert.witness_stand_ins import ROWS
+from finetune.convert.witness import compare as witness
+from finetune.convert.witness.stand_ins import ROWS
 from tests.notebooks.probe import probes
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
@@ -53,30 +53,30 @@ def planted(text: str, old: str, new: str) -> str:
 
 
 @pytest.mark.unsloth
-def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
+def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
-    *_, right = steps(write(tmp_path / "mine.ipynb", *cells))
-    settings = {
-        "right": right.config,
-        "rate": planted(right.config, "learning_rate: 0.0002", "learning_rate: 0.0003"),
-        "rank": planted(right.config, "r: 8", "r: 9"),
-        "column": planted(right.config, "format: text", "format: text\n  columns: {text: note}"),
-        "mask": "".join(line for line in right.config.splitlines(True) if "_part:" not in line),
-        "batch": planted(right.config, "global_batch_size: 8", "global_batch_size: 16"),
-        "length": planted(right.config, "max_length: 1024", "max_length: 128"),
-        "steps": planted(right.config, "max_steps: 60", "max_steps: 61"),
-        "bits": planted(right.config, "load_in_4bit: true", "load_in_4bit: false"),
-        "empty": planted(right.config, "keep_empty: true", "keep_empty: false"),
-        "imports": right.config,
+    right = steps(write(tmp_path / "mine.ipynb", *cells))[1].script
+    masked = right[
+        right.index("    trainer = train_on_responses_only(") : right.index("    trainer_stats = trainer.train()")
+    ]
+    first = "def main() -> None:\n"
+    scripts = {
+        "right": right,
+        "rate": planted(right, "learning_rate=0.0002", "learning_rate=0.0003"),
+        "rank": planted(right, "r=8", "r=9"),
+        "column": planted(right, 'dataset_text_field="text"', 'dataset_text_field="note"'),
+        "mask": planted(right, masked, ""),
+        "batch": planted(right, "global_batch_size=8", "global_batch_size=16"),
+        "length": planted(right, "max_seq_length = 1024", "max_seq_length = 128"),
+        "steps": planted(right, "max_steps=60", "max_steps=61"),
+        "bits": planted(right, "load_in_4bit=True", "load_in_4bit=False"),
+        "imports": planted(right, first, first + "    import finetune.convert.script.decide\n"),
     }
-    files = {f"{name}.yaml": text for name, text in settings.items()}
-    files |= {f"{name}.py": right.script for name in settings}
-    function = "def build_dataset(tokenizer):\n"
-    files["imports.py"] = planted(right.script, function, function + "    import finetune.convert.settings\n")
+    files = {f"{name}.py": text for name, text in scripts.items()}
 
     theirs = witness.run_notebook(write(tmp_path / "checked.ipynb", IMPORTS, *cells))
-    scripts = witness.run_scripts(list(settings), files, "settings", theirs)
-    found = {name: witness.first_difference(theirs["runs"], runs, unsloth=True) for name, runs in scripts.items()}
+    runs = witness.run_scripts(list(scripts), files, theirs)
+    found = {name: witness.first_difference(theirs["runs"], one, unsloth=True) for name, one in runs.items()}
 
     assert found["right"] == ""
     assert "learning_rate: the notebook trains with 0.0002, the script with 0.0003" in found["rate"]
@@ -85,7 +85,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
     assert "row 0 (rows with messages): labels differ from token" in found["mask"]
     for name in ("batch", "length", "steps", "bits"):
         assert "the notebook" in found[name], name
-    assert [run["empty"] for run in theirs["runs"]] == [False, True] and found["empty"] == ""
+    assert [run["empty"] for run in theirs["runs"]] == [False, True]
     assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
     assert len(theirs["runs"][0]["rows"]) == ROWS - 2, "two rows are cut before their answers"
@@ -116,10 +116,10 @@ trainer = SFTTrainer(
 @pytest.mark.campaign
 def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", HUB, TRAIN)
-    *_, right = steps(path)
-    files = {"mine.py": right.script, "mine.yaml": right.config}
+    right = steps(path)[1].script
+    files = {"mine.py": right}
     assert witness.check(path, files).status == "passed"
-    files["mine.yaml"] = planted(right.config, "assistant_only_loss: true", "assistant_only_loss: false")
+    files["mine.py"] = planted(right, "assistant_only_loss=True", "assistant_only_loss=False")
     found = witness.check(path, files)
     assert found.status == "differs" and "labels differ" in found.reason
 
@@ -127,7 +127,7 @@ def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", "rows = open('rows.bin').read()", TRAIN)
-    found = witness.check(path, {"mine.py": "", "mine.yaml": ""})
+    found = witness.check(path, {"mine.py": ""})
     assert found.status == "could-not-run" and "NameError" in found.reason
 
 
@@ -137,8 +137,8 @@ RAW = HUB.replace('.map(lambda row: {"messages": row["messages"]})', "").replace
 @pytest.mark.campaign
 def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", RAW % 'dataset_text_field = "text", ', TRAIN)
-    *_, right = steps(path)
-    files = {"mine.py": right.script, "mine.yaml": right.config}
+    right = steps(path)[1].script
+    files = {"mine.py": right}
     found = witness.check(path, files)
     assert [list(columns) for columns in found.generated_columns] == [["text"], ["messages"], ["prompt", "completion"]]
     assert found.status == "passed"
@@ -155,9 +155,9 @@ PATCHES = {
 @pytest.mark.campaign
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
 def test_a_replaced_function_that_the_script_does_not_have_is_found(patch: str, tmp_path: Path) -> None:
-    *_, right = steps(write(tmp_path / "mine.ipynb", HUB, TRAIN))
+    right = steps(write(tmp_path / "mine.ipynb", HUB, TRAIN))[1].script
     path = write(tmp_path / "patched.ipynb", HUB, patch, TRAIN)
-    found = witness.check(path, {"mine.py": right.script, "mine.yaml": right.config})
+    found = witness.check(path, {"mine.py": right})
     assert found.status == "differs" and found.reason.startswith("own functions: ")
 
 
@@ -182,11 +182,11 @@ trainer = SFTTrainer(
 @pytest.mark.campaign
 def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", FORMER, TRAIN)
-    conversion = convert(path, form="drop-in").conversion
+    conversion = convert(path).conversion
     name = f"{conversion.name}.py"
-    assert witness.check(path, {name: conversion.script}, "drop-in").status == "passed"
+    assert witness.check(path, {name: conversion.script}).status == "passed"
     wrong = planted(conversion.script, 'dataset_text_field="text"', "dataset_text_field=None")
-    found = witness.check(path, {name: wrong}, "drop-in")
+    found = witness.check(path, {name: wrong})
     assert found.status == "differs" and "token ids differ" in found.reason
 
 
@@ -204,7 +204,7 @@ def test_a_drop_in_script_reads_what_unsloths_trainer_reads(name: str, tmp_path:
     """The script has the notebook's arguments as they are: its trainer decides what they mean."""
     (probe,) = (one for one in probes() if one.name == name)
     path = write(tmp_path / "mine.ipynb", *(text for _, text in probe.cells))
-    outcome = convert(path, form="drop-in", witness=True)
+    outcome = convert(path, witness=True)
     assert outcome.result == "converted", outcome.reason
     assert outcome.conversion.report["verification"]["witness"] == "passed"
 
@@ -233,16 +233,16 @@ trainer = SFTTrainer(
 @pytest.mark.campaign
 def test_rows_that_a_filter_a_table_and_an_object_need_are_compared(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", FILTERED, TRAIN)
-    outcome = convert(path, form="drop-in")
+    outcome = convert(path)
     files = {"mine.py": outcome.conversion.script}
-    found = witness.check(path, files, "drop-in")
+    found = witness.check(path, files)
     assert (found.status, found.reason) == ("passed", "")
     kinds = {name: kind.partition(":")[0] for name, kind in found.generated_columns[0].items()}
     assert kinds == {"text": "text", "label": "number", "pair": "object"}
     for old, new in (('"python" in', '"python" not in'), ('0: "no"', '0: "yes"'), ('["en"]', '["fr"]')):
         wrong = files["mine.py"].replace(old, new).replace(old.replace('"', "'"), new)
         assert wrong != files["mine.py"], old
-        assert witness.check(path, {"mine.py": wrong}, "drop-in").status == "differs", old
+        assert witness.check(path, {"mine.py": wrong}).status == "differs", old
 
 
 def test_rows_that_only_the_script_cuts_are_explained() -> None:
@@ -281,11 +281,12 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
 @pytest.mark.campaign
 def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) -> None:
     notebook = Path(__file__).parents[1] / "cases" / "convert-no-answer-rows" / "no_answer_rows.ipynb"
-    right = convert(notebook, witness=False).conversion
-    files = {f"{right.name}.py": right.script, f"{right.name}.yaml": right.config}
-    assert witness.check(notebook, files).status == "passed"
-    dropped = planted(right.config, "keep_empty: true", "keep_empty: false")
-    found = witness.check(notebook, files | {f"{right.name}.yaml": dropped})
+    right = convert(notebook).conversion
+    name = f"{right.name}.py"
+    assert witness.check(notebook, {name: right.script}).status == "passed"
+    trainer = right.script.index("    trainer = SFTTrainer(")
+    dropped = "    train = train.filter(lambda row: row['messages'][-1]['content'] != '')\n"
+    found = witness.check(notebook, {name: right.script[:trainer] + dropped + right.script[trainer:]})
     assert found.status == "differs" and "(rows of which some values are empty)" in found.reason
 
 
@@ -323,11 +324,11 @@ def test_a_written_file_that_is_left_out_makes_a_difference(tmp_path: Path) -> N
     probes = Path(__file__).parent.parent / "notebooks" / "probes" / "collators_and_files"
     notebook = probes / "hosted_name_of_a_written_file.py"
     right = convert(notebook, witness=False).conversion
-    files = {f"{right.name}.py": right.script, f"{right.name}.yaml": right.config}
-    assert witness.check(notebook, files).status == "passed"
+    name = f"{right.name}.py"
+    assert witness.check(notebook, {name: right.script}).status == "passed"
     (written,) = [line for line in right.script.splitlines(keepends=True) if ".to_json(" in line]
     for script in (right.script, right.script.replace('"train.jsonl", split', '"/content/train.jsonl", split')):
-        found = witness.check(notebook, files | {f"{right.name}.py": planted(script, written, "")})
+        found = witness.check(notebook, {name: planted(script, written, "")})
         assert found.status == "differs" and "token ids differ" in found.reason
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from finetune.convert import sandbox, witness
-from finetune.convert.witness_stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
+from finetune.convert import sandbox
+from finetune.convert.witness import compare as witness
+from finetune.convert.witness.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 from tests.unit.test_sandbox_attacks import kernel
 
 # --- reports of another shape -----------------------------------------------------------------------------------------
@@ -42,14 +43,14 @@ def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: Any, ours: 
 
     def run(program: str, given: bytes, **_: Any) -> sandbox.Finished:
         job = json.loads(given)
-        found = theirs if program.endswith("witness_notebook.py") else {"mine": ours}
+        found = theirs if program.endswith("notebook.py") else {"mine": ours}
         report = json.dumps({"key": job["key"], "found": found}).encode()
         return sandbox.Finished(0, report if wrap is None else wrap(report), b"")
 
     monkeypatch.setattr(sandbox, "run_libraries", run)
     path = tmp_path / "mine.ipynb"
     path.write_text(NOTEBOOK)
-    return witness.check(path, {"mine.py": "", "mine.yaml": ""})
+    return witness.check(path, {"mine.py": ""})
 
 
 def changed(**values: Any) -> Callable[[Any], None]:

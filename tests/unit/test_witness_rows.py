@@ -16,8 +16,9 @@ import datasets
 import pandas
 import pytest
 
-from finetune.convert import witness_notebook, witness_stand_ins
-from finetune.convert.witness_stand_ins import (
+from finetune.convert.witness import notebook as witness_notebook
+from finetune.convert.witness import stand_ins as witness_stand_ins
+from finetune.convert.witness.stand_ins import (
     ROWS,
     divided,
     noted,

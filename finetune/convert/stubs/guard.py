@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .handlers import leave
-from .state import KNOWLEDGE, REAL_VALUES, RUN, STEPS, Endless, Unsafe, decide
+from .state import KNOWLEDGE, REAL_VALUES, RUN, STEPS, Endless, Unsafe
 from .symbols import (
     Base,
     Symbol,
@@ -204,7 +204,7 @@ def _setattr(value: Any, name: str, new: Any) -> None:
 def _hasattr(value: Any, name: str) -> bool:
     check_name(plain(name))
     if isinstance(value, Symbol):
-        return decide(["hasattr", form(value), plain(name)], f"hasattr({words(value)}, {plain(name)!r})")
+        return RUN.assumed
     return hasattr(value, plain(name))
 
 
@@ -229,12 +229,12 @@ def _isinstance(value: Any, kinds: Any) -> bool:
         if isinstance(kinds, Symbol) and (kinds._name or "").partition(".")[0] not in ("", *_ABSTRACT):
             return False  # a class of a library, such as io.IOBase or torch.Tensor
     if isinstance(value, Symbol) or holds_symbol(kinds) or isinstance(value, Base):
-        return decide(["isinstance", form(value), form(kinds)], f"isinstance({words(value)}, {words(kinds)})")
+        return RUN.assumed
     return isinstance(value, kinds)  # type: ignore[arg-type]
 
 
 def _issubclass(one: Any, kinds: Any) -> bool:
-    return decide(["issubclass", form(one), form(kinds)], f"issubclass({words(one)}, {words(kinds)})")
+    return RUN.assumed
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -288,7 +288,6 @@ def namespace(program: str) -> dict[str, Any]:
         "__item__": item,
         "__true__": truth,
         "__unless__": unless,
-        "__attempt__": attempt,
         "__subject__": lambda value: text_symbol(value) if isinstance(value, str) and holds_symbol(value) else value,
         "__not__": lambda value: opposite(value) if isinstance(value, Symbol) else not truth(value),
         "__unpack__": unpack,
@@ -443,22 +442,13 @@ def truth(value: Any) -> Any:
     """The value of a condition. An unknown text may be empty, and so may a list that an unknown loop fills."""
     if not isinstance(value, Symbol) and isinstance(value, str | list | tuple | set | dict) and unknown_length(value):
         bare = not isinstance(value, str) or not re.sub(r"<<[0-9a-f]{16}>>", "", value)
-        return decide(["true", form(value)], words(value)) if bare else True
+        return RUN.assumed if bare else True
     return value
 
 
 def unless(value: Any) -> bool:
     """The condition of a statement that ends the program: if it is only known at run time, the program goes on."""
     return False if isinstance(value, Symbol) or truth(value) is not value else bool(value)
-
-
-def attempt(code: str, kind: Callable[[], Any]) -> None:
-    """The start of a `try:` block. By default nothing fails."""
-    if not decide(["fails", code], "try:", default=False):
-        return
-    found = kind()
-    found = found[0] if isinstance(found, tuple) and found else found
-    raise (found if isinstance(found, type) and issubclass(found, BaseException) else Exception)("may fail")
 
 
 def unpack(value: Any, count: int, star: bool) -> Any:

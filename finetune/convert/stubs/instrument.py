@@ -71,15 +71,9 @@ class Instrument(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
-        """Whether the body fails is unknown: the first handler's exception may be raised at its start."""
-        code = digest(_code(node))
         self.tries += 1
         self.generic_visit(node)
         self.tries -= 1
-        if node.handlers:
-            kind = node.handlers[0].type or ast.Name("Exception", ast.Load())
-            delayed = ast.Lambda(ast.arguments([], [], None, [], [], None, []), copy.deepcopy(kind))
-            node.body.insert(0, ast.Expr(_helper("__attempt__", [ast.Constant(code), delayed])))
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:

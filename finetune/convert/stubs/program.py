@@ -1,4 +1,4 @@
-"""Run notebooks and scripts under the stubs, in a process that cannot open anything."""
+"""Run notebooks, and scripts written as notebooks, under the stubs, in a process that cannot open anything."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from .guard import DEEP, MODULES, fill_real_values, fixed_values, module, namespace
 from .handlers import RANDOM, YAML, handlers_by_name, handlers_by_word
 from .instrument import execute, prepared
-from .state import BY_NAME, ENVIRONMENT, HANDLERS, KNOWLEDGE, REAL_VALUES, RUN, WORDS, Endless, Leave, Unsafe, event
-from .symbols import OF_ELEMENTS, Symbol, add_operators, form, words
+from .state import BY_NAME, ENVIRONMENT, HANDLERS, KNOWLEDGE, REAL_VALUES, RUN, WORDS, Endless, Leave, Unsafe
+from .symbols import OF_ELEMENTS, Symbol, add_operators
 
 
-def run_notebook(statements: list[tuple[int, str]], assumed: bool, choices: dict[str, bool]) -> dict[str, Any]:
+def run_notebook(statements: list[tuple[int, str]], assumed: bool) -> dict[str, Any]:
     """Execute the statements in order. A failure is recorded and the next statement runs."""
-    reset(assumed, 0, choices)
+    reset(assumed)
     scope = namespace("notebook.py")
     failed: dict[str, str] = {}
     for identity, source in statements:
@@ -35,74 +35,20 @@ def run_notebook(statements: list[tuple[int, str]], assumed: bool, choices: dict
     return result(failed)
 
 
-def run_script(source: str, assumed: bool, rank: int, own_tokenizer: bool) -> dict[str, Any]:
-    """Execute a converted script with a `finetune.script.run` that calls the hooks in the real order."""
-    reset(assumed, rank)
-    RUN.own_tokenizer = own_tokenizer
-    ENVIRONMENT.update(zip("RANK LOCAL_RANK WORLD_SIZE".split(), (str(rank), str(rank), "2"), strict=True))
-    failed: dict[str, str] = {}
-    BY_NAME["finetune.script.run"] = _replay
-    try:
-        execute(prepared(source), namespace("script.py"))
-    except (Unsafe, Endless) as error:
-        failed["0"] = f"{type(error).__name__}: {error}"
-    except SystemExit as error:
-        if error.code not in (0, None) and not isinstance(error.code, Symbol):
-            failed["0"] = f"SystemExit: {error.code}"
-    except (Exception, Leave) as error:
-        failed["0"] = f"{type(error).__name__}: {error}"
-    return result(failed)
-
-
-def _replay(function: Symbol, args: tuple[Any, ...], hooks: dict[str, Any]) -> Any:
-    unknown = set(hooks) - {"dataset", "tokenizer", "model", "trainer", "save"}
-    if unknown or len(args) != 1:
-        raise TypeError(f"script.run takes a file and hooks, not {sorted(unknown)}")
-    RUN.model, tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
-    RUN.tokenizer = None if RUN.own_tokenizer else tokenizer  # the first one loaded gets the role
-    event("load", None, "script.run")
-    if "tokenizer" in hooks:
-        tokenizer = (
-            hooks["tokenizer"](tokenizer) or tokenizer if RUN.assumed else _or(hooks["tokenizer"](tokenizer), tokenizer)
-        )
-    RUN.tokenizer = tokenizer if RUN.tokenizer is None else RUN.tokenizer
-    event("adapt", None, "script.run")
-    data = hooks["dataset"](tokenizer) if "dataset" in hooks else None
-    train, held_out = data if isinstance(data, tuple) else (data, None)
-    if "model" in hooks:
-        hooks["model"](RUN.model, tokenizer)
-    RUN.trainer = Symbol(["trainer"], "trainer")
-    RUN.trainer._known["processing_class"] = RUN.trainer._known["tokenizer"] = tokenizer
-    event("trainer", None, "script.run", forms={"processing_class": form(tokenizer)})
-    event("dataset", ["train_dataset", form(train)], words(train))
-    event("dataset", ["eval_dataset", form(held_out)], words(held_out))
-    if "trainer" in hooks:
-        hooks["trainer"](RUN.trainer)
-    event("train", None, "script.run")
-    if "save" in hooks and RUN.rank == 0:
-        hooks["save"](RUN.model, tokenizer)
-    return 0
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def reset(assumed: bool, rank: int, choices: dict[str, bool] | None = None) -> None:
-    RUN.start(assumed, rank, choices)
+def reset(assumed: bool) -> None:
+    RUN.start(assumed)
     OF_ELEMENTS.clear()
     ENVIRONMENT.clear()
     RANDOM.clear()
     MODULES.clear()
     environ = Symbol(["attr", "os", "environ"], "os.environ", "os.environ")
     module("os")._known["environ"] = environ
-    BY_NAME.pop("finetune.script.run", None)
 
 
 def result(failed: dict[str, str]) -> dict[str, Any]:
     used = {item for e in RUN.events for item in _hashes(e["detail"])}
     known = {key: WORDS[key] for key in used if key in WORDS}
-    return {"events": RUN.events, "failed": failed, "words": known, "decisions": RUN.decisions}
+    return {"events": RUN.events, "failed": failed, "words": known}
 
 
 def _hashes(detail: Any) -> Iterator[str]:
@@ -166,10 +112,7 @@ def main(confine: Callable[[], list[str]]) -> None:
     for job in given["jobs"]:
         YAML.clear()
         YAML.update(job["yaml"])
-        if job["kind"] == "notebook":
-            statements = [tuple(item) for item in job["statements"]]
-            results.append(run_notebook(statements, job["assumed"], job.get("choices", {})))
-        else:
-            results.append(run_script(job["source"], job["assumed"], job["rank"], job["own_tokenizer"]))
+        statements = [tuple(item) for item in job["statements"]]
+        results.append(run_notebook(statements, job["assumed"]))
     out.write(json.dumps({"missing": missing, "results": results}).encode())
     out.flush()

@@ -40,12 +40,11 @@ class Run:
     """One execution: the values of unknown conditions, the events, and the roles."""
 
     def __init__(self) -> None:
-        self.start(True, 0)
+        self.start(True)
 
-    def start(self, assumed: bool, rank: int, choices: dict[str, bool] | None = None) -> None:
-        """Forget the last execution. `choices` holds conditions whose value is not `assumed`."""
-        self.assumed, self.rank, self.choices = assumed, rank, choices or {}
-        self.decisions: dict[str, dict[str, Any]] = {}
+    def start(self, assumed: bool) -> None:
+        """Forget the last execution."""
+        self.assumed = assumed
         self.events: list[dict[str, Any]] = []
         self.statement: int | None = None
         self.steps, self.noted = 0, 0
@@ -53,19 +52,9 @@ class Run:
         self.model: Any = None
         self.tokenizer: Any = None
         self.trainer: Any = None
-        self.own_tokenizer = False  # the script loads a tokenizer other than the model's
 
 
 RUN = Run()
-
-
-def decide(condition: Any, text: str, default: bool | None = None) -> bool:
-    """The value of a condition that is only known at run time: the same each time it is asked for."""
-    key = digest(condition)
-    value = RUN.choices.get(key, RUN.assumed if default is None else default)
-    if not RUN.inside:  # a function that is only called with unknown rows sets nothing
-        RUN.decisions.setdefault(key, {"value": value, "words": text[:200], "statement": RUN.statement})
-    return value
 
 
 ENVIRONMENT: dict[str, Any] = {}

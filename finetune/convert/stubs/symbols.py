@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from .state import BY_NAME, ENVIRONMENT, HANDLERS, REAL_VALUES, RUN, WORDS, decide, digest, event
+from .state import BY_NAME, ENVIRONMENT, HANDLERS, REAL_VALUES, RUN, WORDS, digest, event
 
 
 class Symbol:
@@ -63,7 +63,7 @@ class Symbol:
 
     def __bool__(self) -> bool:
         opposite = self.__dict__.get("_not")
-        return not opposite if opposite is not None else decide(["true", form(self)], self._words)
+        return not opposite if opposite is not None else RUN.assumed
 
     def __format__(self, spec: str) -> str:
         return self._text or f"<<{self._form}{':' + spec if spec else ''}>>"
@@ -90,7 +90,7 @@ class Symbol:
         return (type(f"Of{self._form}", (Base,), {"_stub": self}),)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return decide(["instance", form(value), form(self)], f"isinstance({words(value)}, {self._words})")
+        return RUN.assumed
 
 
 def _binary(sign: str, reverse: bool = False) -> Callable[[Symbol, Any], Any]:

@@ -1,9 +1,9 @@
+import ast
 from pathlib import Path
-
-from tests.cases.rows import marked_rows
 
 
 def check(folder: Path, output: str) -> None:
-    rows = marked_rows(folder, "c")
-    assert len(rows) == 4
-    assert rows[1] == "[[<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n]]"
+    tree = ast.parse((folder / "no_answer_rows.py").read_text(encoding="utf-8"))
+    (talk,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "talk")
+    assert "found[0] if len(found) > 0 else ''" in ast.unparse(talk)
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "filter"]

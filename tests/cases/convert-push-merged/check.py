@@ -29,5 +29,3 @@ def check(folder: Path, output: str) -> None:
         made = [ast.unparse(one) for one in calls if "save_pretrained" in ast.unparse(one.func)]
         assert sorted(made) == sorted(expected)
         assert "push_to_hub" not in ast.unparse(tree)
-    settings = (folder / "settings" / "push_merged.py").read_text(encoding="utf-8")
-    assert "    model.push_to_hub_merged(" in settings

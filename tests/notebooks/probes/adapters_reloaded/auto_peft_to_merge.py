@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 128
 # kept or named: merge
 # cause: AutoPeftModelForCausalLM loads the adapter again and merges it
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = Qwen/Qwen2.5-1.5B
 # cause: `model = PeftModel.from_pretrained(model, ...)` replaces the name after the training
 # %%
 from datasets import load_dataset

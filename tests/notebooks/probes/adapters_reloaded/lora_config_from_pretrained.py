@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: LoraConfig.from_pretrained after the training is about the saved adapter
 # fast
 # %%

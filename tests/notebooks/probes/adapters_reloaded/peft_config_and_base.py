@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 64
 # cause: PeftConfig.from_pretrained and a second base model for inference
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = unsloth/gemma-2b
 # cause: the saved adapter is loaded again by name after the training
 # %%
 from unsloth import FastLanguageModel

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.full_finetuning = true
 # cause: add_tokens with full fine-tuning: the new rows of the embedding are trained
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: <pad>
+# has: <pad>
 # cause: a new pad token with a resize by one
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: setup_chat_format
+# has: setup_chat_format
 # cause: TRL's setup_chat_format adds two tokens and resizes the embeddings
 # fast
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: setup_chat_format(model=model, tokenizer=tokenizer)
 # cause: the chat format is set up before the adapter is attached, and the rows are formatted with it
 # %%

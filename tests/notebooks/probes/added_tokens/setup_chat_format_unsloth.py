@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: get_peft_model
 # cause: setup_chat_format between Unsloth's loader and its adapter
 # %%

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: resize_token_embeddings
+# has: resize_token_embeddings
 # cause: additional special tokens, resize_token_embeddings and modules_to_save
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: add_new_tokens
+# has: add_new_tokens
 # cause: Unsloth's add_new_tokens before the adapter
 # %%
 from unsloth import FastLanguageModel, add_new_tokens

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0003
-# setting: training.global_batch_size = 8
 # cause: the config object is changed after the training
 # %%
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0002
-# setting: training.max_steps = absent
-# setting: training.num_train_epochs = 2
 # cause: a second SFTTrainer only evaluates; its arguments are not those of the training
 # fast
 # %%

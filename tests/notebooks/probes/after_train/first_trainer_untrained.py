@@ -1,6 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 300
-# setting: training.learning_rate = 0.00001
 # cause: a first trainer is only made to look at its batches; the second one trains
 # %%
 from datasets import load_dataset

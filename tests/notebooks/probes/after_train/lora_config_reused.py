@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 16
 # cause: a LoraConfig for the next experiment is defined after the training
 # %%
 import torch

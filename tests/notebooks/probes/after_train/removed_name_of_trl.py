@@ -1,5 +1,4 @@
 # expect: converted
-# form: any
 # has: resize_token_embeddings
 # hasnot: ConstantLengthDataset
 # cause: after the training, a look at the rows with a class that TRL has no more

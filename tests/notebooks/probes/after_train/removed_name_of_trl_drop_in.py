@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: ConstantLengthDataset
 # hasnot: AutoModelForCausalLMWithValueHead
 # cause: names that TRL has no more, imported and used only after the training, in the drop-in form

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: all
-# setting: data.response_part = absent
 # cause: train_on_responses_only after train() masks nothing that was trained
 # %%
 from unsloth import FastLanguageModel

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: training.output_dir = adapter
 # has: save_pretrained_merged
 # hasnot: no cell defines
 # cause: after training, each save is in a `try:` of its own that prints the error

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: model.save_pretrained("adapter")
 # has: save_pretrained_merged
 # hasnot: no cell defines

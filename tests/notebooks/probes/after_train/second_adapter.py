@@ -1,6 +1,4 @@
 # expect: converted
-# setting: lora.r = 64
-# setting: lora.lora_alpha = 128
 # cause: get_peft_model after the training is an experiment, not what was trained
 # %%
 from unsloth import FastLanguageModel

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: the trainer that trains has no text field; a later one for perplexity has
 # %%
 from datasets import Dataset

@@ -1,6 +1,5 @@
 # expect: converted
 # cause: best model, epoch
-# form: drop-in
 # has: load_best_model_at_end=True
 # %%
 import torch, os, json, random

@@ -1,7 +1,5 @@
 # expect: converted
 # cause: LoraConfig mutated
-# setting: lora.r = 64
-# setting: lora.target_modules = [q_proj]
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

@@ -1,7 +1,5 @@
 # expect: converted
 # cause: peft_config.target_modules add
-# setting: lora.lora_alpha = 128
-# setting: lora.target_modules = [q_proj, v_proj, o_proj]
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

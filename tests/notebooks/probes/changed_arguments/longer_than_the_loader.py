@@ -1,6 +1,5 @@
 # expect: converted
 # cause: SFTConfig max_seq_length bigger
-# setting: data.max_length = 1024
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 import torch

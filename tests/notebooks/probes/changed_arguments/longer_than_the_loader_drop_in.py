@@ -1,6 +1,5 @@
 # expect: converted
 # cause: a larger length in the drop-in form: the trainer takes the smaller one
-# form: drop-in
 # has: max_seq_length=4096
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported

@@ -1,6 +1,5 @@
 # expect: converted
 # cause: a length in SFTConfig that is smaller than the loader's
-# setting: data.max_length = 512
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 import torch

@@ -1,7 +1,5 @@
 # expect: converted
 # cause: warmup_steps=0 beside a warmup_ratio, which then counts
-# form: settings
-# setting: training.warmup_steps = 0.1
 # %%
 from datasets import load_dataset
 from peft import LoraConfig

@@ -1,6 +1,5 @@
 # expect: converted
 # cause: warmup_steps=0 beside a warmup_ratio, which then counts
-# form: drop-in
 # has: warmup_ratio=0.1
 # %%
 from datasets import load_dataset

@@ -1,7 +1,5 @@
 # expect: converted
 # cause: a cast to the type that it is loaded in
-# form: settings
-# setting: model.dtype = bfloat16
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

@@ -1,6 +1,5 @@
 # expect: converted
 # cause: model.half() after load
-# form: drop-in
 # fast
 # has: model.half()
 # %%

@@ -1,7 +1,6 @@
 # expect: converted
 # cause: the same function, which only counts
-# form: settings
-# hasnot: count_parameters
+# has: count_parameters(model)
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: make_archive("before", "zip", "results")
 # has: if PartialState().is_local_main_process
 # cause: an archive of an earlier result, which one process per machine has to write

@@ -1,6 +1,5 @@
 # expect: converted
-# setting: data.max_length = 1024
-# drop-in has: response_ids
+# has: response_ids
 # cause: DataCollatorForCompletionOnlyLM with token ids cut from the encoded template
 # %%
 from datasets import load_dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: responses
-# setting: data.response_part = "<|im_start|>assistant\n"
 # cause: DataCollatorForCompletionOnlyLM with both templates as text
 # %%
 from datasets import load_dataset

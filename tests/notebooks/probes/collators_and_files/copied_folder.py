@@ -1,6 +1,5 @@
 # expect: converted
 # has: if PartialState().is_local_main_process
-# form: drop-in
 # cause: a folder is copied before training; several ranks at once would fail
 # %%
 import shutil

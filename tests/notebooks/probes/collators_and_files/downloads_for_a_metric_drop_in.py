@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: nltk
 # cause: a download for a score after the training: nothing kept needs the package
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # has: nltk.download("stopwords")
 # has: nltk.data.find("tokenizers/punkt")
 # hasnot: rouge

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: nltk.download("stopwords")
 # has: nltk.word_tokenize
 # hasnot: rouge

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: eval_strategy=
 # cause: evaluation_strategy without an eval_dataset, which old versions ignored until the first evaluation
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: formatting_func=to_text
 # cause: the formatting function is chosen under a constant; each choice takes a batch
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: def collate
 # cause: a collator of the notebook decides the labels
 # %%

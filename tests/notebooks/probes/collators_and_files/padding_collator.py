@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: DataCollatorForLanguageModeling(mlm=False) only pads, as the pad token is not a token of the texts
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: DataCollatorForLanguageModeling
 # cause: with pad_token = eos_token this collator also masks every EOS: it decides labels
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: read_pickle
 # has: joblib.load
 # cause: pandas.read_pickle and joblib.load

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: FastLanguageModel.from_pretrained
 # cause: get_peft_model(model=base): the base is not another model
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.load_in_4bit = true
 # cause: a condition on the text of a device
 # %%
 import torch

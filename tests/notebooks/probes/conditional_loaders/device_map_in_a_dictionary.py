@@ -1,6 +1,5 @@
 # expect: converted
 # hasnot: "auto"
-# form: drop-in
 # cause: the loader's arguments are a dictionary that also spreads the model over all GPUs
 # %%
 import torch

@@ -1,7 +1,6 @@
 # expect: converted
 # hasnot: "auto"
 # hasnot: "balanced"
-# form: drop-in
 # cause: as before, in a literal and by a key
 # %%
 import torch

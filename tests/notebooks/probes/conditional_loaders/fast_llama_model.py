@@ -1,6 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = unsloth/llama-2-7b-bnb-4bit
-# setting: lora.r = 16
 # cause: Unsloth's older FastLlamaModel and FastMistralModel load text models
 # %%
 from unsloth import FastLlamaModel

@@ -1,6 +1,5 @@
 # expect: converted
 # kept or named: unwrapped_old_generate
-# setting: lora.r = 16
 # cause: an attribute of the model that an older Unsloth left behind is deleted before the training
 # %%
 from unsloth import FastLanguageModel

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: Gemma3ForConditionalGeneration.from_pretrained
 # cause: a model that also reads images, by the name of its own class, trained on text with a tokenizer
 # fast

@@ -1,6 +1,5 @@
 # expect: converted
 # has: AutoModelForImageTextToText
-# form: drop-in
 # cause: the class of a model that also reads images, trained on text with a tokenizer
 # %%
 import torch

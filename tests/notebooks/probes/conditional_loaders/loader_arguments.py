@@ -1,6 +1,5 @@
 # expect: converted
 # has: use_mamba_kernels
-# form: drop-in
 # cause: arguments of the model's class that no setting has
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.load_in_4bit = true
 # kept or named: load_in_4bit
 # cause: 4-bit on CUDA only, by torch.cuda.is_available(): the settings take the GPU's branch and a note says so
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = microsoft/phi-2
 # cause: the model is chosen from a table by a key, as in Colab forms
 # %%
 #@title Choose a model { run: "auto" }

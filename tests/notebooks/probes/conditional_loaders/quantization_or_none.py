@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.load_in_4bit = false
 # cause: `quantization_config=bnb if LOAD_4BIT else None`
 # %%
 LOAD_4BIT = False

@@ -1,7 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
-# mask: all
-# setting: data.max_length = 1024
 # cause: try Unsloth, else transformers
 # %%
 try:

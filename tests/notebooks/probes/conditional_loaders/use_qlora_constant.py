@@ -1,6 +1,4 @@
 # expect: converted
-# setting: model.load_in_4bit = true
-# setting: lora.r = 16
 # cause: the loader is under `if USE_QLORA:`, a constant
 # %%
 USE_QLORA = True

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: google.colab
 # cause: the name of a Colab import is a variable in a function
 # %%

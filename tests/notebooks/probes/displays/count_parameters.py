@@ -1,5 +1,4 @@
 # expect: converted
-# hasnot: numel
 # cause: a helper that counts parameters and prints them
 # %%
 from transformers import AutoModelForCausalLM

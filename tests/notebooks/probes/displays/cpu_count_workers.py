@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: desc=
 # cause: num_proc=cpu_count() in map decides no rows
 # %%

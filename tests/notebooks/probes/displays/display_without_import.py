@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: display(
 # cause: IPython's display() has no import
 # %%

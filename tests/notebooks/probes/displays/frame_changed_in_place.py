@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: df.dropna(inplace=True)
 # has: df.rename(columns={"q": "question"}, inplace=True)
 # has: df["answer"].fillna("none", inplace=True)

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: df["answer"].fillna("none", inplace=True)
 # cause: the stubs do not see the change of a column; silently wrong today
 # %%

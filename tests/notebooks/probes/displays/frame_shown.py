@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: drop_duplicates
 # cause: a random or a last part of the frame is shown, or counted, before the rows are made
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # hasnot: legend
 # cause: a chart shows the mode, the median and a quantile of the lengths
 # %%

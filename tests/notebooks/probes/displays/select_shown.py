@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: rows that are selected only to display them
 # %%
 import torch

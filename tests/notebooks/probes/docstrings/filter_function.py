@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: and "http" not in
 # cause: a docstring of several lines in a function given to filter, with indented text
 # %%

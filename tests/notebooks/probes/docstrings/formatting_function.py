@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: "\nAntwort: "
 # cause: docstring in German in a formatting_func
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: return {"text": f"{row['q']}\n{row['a']}"}
 # cause: a docstring of several lines in a function given to map
 # fast

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: class PromptBuilder
 # cause: docstrings in a class with a static method and in an inner function
 # %%

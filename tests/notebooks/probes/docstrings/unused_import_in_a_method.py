@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: import math
 # cause: a method of the notebook's imports a module that it does not use
 # %%

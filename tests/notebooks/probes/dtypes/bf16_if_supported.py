@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.dtype = auto
 # cause: dtype chosen by device: bfloat16 where supported, else float16; auto says the same
 # fast
 # %%

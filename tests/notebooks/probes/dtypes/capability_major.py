@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.dtype = auto
 # cause: Ampere check by compute capability
 # %%
 import torch

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.dtype = float16
 # cause: fp16=True without a dtype asks for half precision
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: model.dtype = auto
-# setting: training.optim = adamw_8bit
 # cause: dtype = None is Unsloth's automatic choice
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported

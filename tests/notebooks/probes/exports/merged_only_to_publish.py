@@ -1,8 +1,8 @@
 # expect: converted
-# form: drop-in
-# hasnot: merge_and_unload
-# says: nothing that is saved needs it
-# cause: a base model is loaded again and merged only for the hub, where a script publishes nothing
+# has: whole.save_pretrained("whole")
+# hasnot: push_to_hub
+# says: publish this folder with `hf upload`
+# cause: a base model is loaded again and merged only for the hub, where a script publishes nothing: it is saved
 # %%
 from datasets import load_dataset
 from peft import LoraConfig, PeftModel

@@ -1,7 +1,6 @@
 # expect: converted
-# form: settings
-# has: os.environ
-# has: push_to_hub
+# hasnot: push_to_hub
+# says: hf upload
 # hasnot: google.colab
 # hasnot: login(
 # cause: the account for publishing comes from Colab's secrets, after the training

@@ -1,7 +1,7 @@
 # expect: converted
 # cause: model and tokenizer are pushed together; none may be kept without the other
-# has: model.push_to_hub
-# has: tokenizer.push_to_hub
+# hasnot: push_to_hub
+# says: hf upload
 # %%
 from unsloth import FastLanguageModel
 model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Qwen2.5-7B", load_in_4bit=True, max_seq_length=2048)

@@ -1,5 +1,5 @@
 # expect: converted
-# kept or named: export
+# has: merge_and_unload
 # cause: an alias of trainer.model is merged after the training, under a condition
 # %%
 DEMO = False

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: unsloth_save_model(model, tokenizer, "packed"
 # cause: the same in the drop-in form: rows are tokenized beside a function for batches
 # %%

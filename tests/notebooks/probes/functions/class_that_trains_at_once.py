@@ -1,6 +1,5 @@
 # expect: converted
 # has: class Run
-# form: drop-in
 # cause: the constructor of a class trains
 # %%
 from datasets import load_dataset

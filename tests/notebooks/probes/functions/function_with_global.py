@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: keep_short(100)
 # cause: a function replaces the rows of the notebook, twice
 # %%

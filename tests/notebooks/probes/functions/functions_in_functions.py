@@ -1,7 +1,5 @@
 # expect: converted
-# setting: training.max_steps = 21
-# setting: training.seed = 7
-# drop-in has: max_steps=21
+# has: max_steps=21
 # cause: the function that trains is called by another
 # %%
 from datasets import load_dataset

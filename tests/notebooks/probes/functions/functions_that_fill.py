@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # has: add("What is open?", "Nothing.")
 # has: add_all(
 # cause: functions fill a list and a dict of the notebook

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: eval_dataset=held_out
 # cause: held-out rows that a condition chooses, with a tokenizer that is called elsewhere
 # %%

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: lora.r = 32
-# setting: training.learning_rate = 0.0001
 # cause: functional style: each part is returned by a function called once
 # %%
 from datasets import load_dataset

@@ -1,7 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 8
-# setting: data.max_length = 512
 # cause: names that a function of the notebook collects in a set, called by a function that is called once
 # %%
 import bitsandbytes as bnb

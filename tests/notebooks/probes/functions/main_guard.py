@@ -1,8 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.00005
-# setting: training.output_dir = runs/one
-# setting: lora.r = 8
-# mask: all
 # cause: def main() with everything, under a __main__ guard
 # %%
 import argparse

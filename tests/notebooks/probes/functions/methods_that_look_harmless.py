@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: box.filter()
 # has: box.strip(rows)
 # has: ds.map(lambda row: texts.append(row["body"]))

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: a value that is only computed if no earlier cell has done it
 # %%
 from datasets import load_dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 32
 # cause: names of layers in a set, whose order differs from process to process, in a function that is called once
 # %%
 import torch

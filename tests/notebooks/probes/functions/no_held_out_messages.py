@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: eval_dataset=held_out
 # cause: held-out rows that may be None, where the rows may have both the text field and messages
 # %%

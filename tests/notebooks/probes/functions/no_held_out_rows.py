@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: eval_dataset=held_out
 # cause: held-out rows that are a parameter, None in the only call, beside the trainer's former text field
 # %%

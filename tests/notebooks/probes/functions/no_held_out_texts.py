@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: eval_dataset=held_out
 # cause: held-out rows that may be None, beside a formatting_func that returns the texts of a batch
 # %%

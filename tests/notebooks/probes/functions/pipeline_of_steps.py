@@ -1,7 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0001
-# setting: lora.r = 16
-# setting: data.max_length = 1024
 # has: pad_token
 # cause: a cell of function calls with prints between, each with dataclasses, ends with the training
 # %%

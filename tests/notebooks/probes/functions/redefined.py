@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # has: "Answer:"
 # cause: the notebook defines a function twice, as the next cell needs it
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: "Answer:"
 # cause: the notebook imports a name twice and defines a function twice, as the next cell needs it
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.num_train_epochs = 3
 # cause: train(resume_from_checkpoint=True), and train() when there is no checkpoint: one training
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: from transformers import set_seed
 # hasnot: google.colab
 # cause: set_seed imported and used only in a function, and a secret of Colab read in one

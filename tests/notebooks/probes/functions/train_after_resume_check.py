@@ -1,6 +1,4 @@
 # expect: converted
-# mask: all
-# setting: training.output_dir = ck
 # cause: `if last_checkpoint: train(resume) else: train()` is one training
 # %%
 import os

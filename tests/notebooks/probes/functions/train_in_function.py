@@ -1,7 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0003
-# setting: training.num_train_epochs = 1
-# setting: lora.r = 8
 # cause: the whole training is in a function that is called once
 # fast
 # %%

@@ -2,7 +2,6 @@
 # has: class FineTuner
 # has: max_steps=12
 # cause: a class holds model, data and trainer
-# form: drop-in
 # %%
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer

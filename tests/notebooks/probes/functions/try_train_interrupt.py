@@ -1,7 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 9
-# setting: lora.r = 16
-# mask: all
 # cause: train() inside try/except KeyboardInterrupt, saved in finally
 # %%
 from unsloth import FastLanguageModel

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 40
 # cause: the training is under `if DO_TRAIN:`
 # %%
 DO_TRAIN = True

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: rouge
 # hasnot: score(
 # cause: a function scores a first copy of the base model; the model that is trained is loaded afterwards

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: generate(
 # cause: a callback samples answers during the training; its method has the name of the model's
 # %%

@@ -2,7 +2,6 @@
 # hasnot: add_column
 # hasnot: answers.json
 # says: answers.json
-# form: drop-in
 # cause: the base model's answers become a column of held-out rows, in a file for a later comparison; without the loop the column is empty and add_column fails
 # %%
 import copy, torch

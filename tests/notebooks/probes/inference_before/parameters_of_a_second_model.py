@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: probe
 # cause: parameters are counted on a second copy of the model with the same adapter, and results are stored in a dict
 # %%

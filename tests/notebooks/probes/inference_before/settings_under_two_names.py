@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: short["max_steps"] = 33
 # cause: a dict with two names is changed by the second one, beside a pipeline that the training does not need
 # %%

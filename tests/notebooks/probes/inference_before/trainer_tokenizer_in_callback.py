@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: owner.processing_class
 # hasnot: owner.tokenizer
 # cause: a callback reads the trainer's tokenizer by its former name, which transformers 5 has no more

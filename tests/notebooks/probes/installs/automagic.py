@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: IPython takes a bare `pip install` or `ls` for a magic
 # %%
 pip install -q trl peft

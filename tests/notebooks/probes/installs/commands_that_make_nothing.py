@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: commands that set a variable, log in or show a version, beside rows from a local file
 # %%
 !CUDA_VISIBLE_DEVICES=0,1

@@ -1,7 +1,6 @@
 # expect: converted
 # hasnot: nvidia-smi
 # hasnot: flash-attn
-# mask: all
 # cause: %pip, %%bash, !nvidia-smi, apt and conditional installs
 # %%
 %pip install -q -U "trl>=0.8" peft

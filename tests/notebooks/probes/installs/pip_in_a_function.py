@@ -1,7 +1,6 @@
 # expect: converted
 # hasnot: pip
 # has: attn_implementation
-# form: drop-in
 # cause: a function that chooses the dtype installs a package
 # %%
 import os, subprocess, sys

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # says: cell 2 comes after the training
 # cause: a cell after the training that this Python cannot parse
 # %%

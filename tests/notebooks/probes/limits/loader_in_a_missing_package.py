@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # says: imports mylab
 # cause: the loader is in a package that is not there: the trainer takes the length of the rows from the model
 # %%

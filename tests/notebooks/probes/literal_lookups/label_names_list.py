@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.dataset_text_field = prompted
 # has: CATEGORIES
 # cause: class names by index of a list, and by features
 # %%

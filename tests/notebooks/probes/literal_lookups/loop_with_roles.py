@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: a loop over rows with a table of roles; messages are joined by hand
 # %%
 import json

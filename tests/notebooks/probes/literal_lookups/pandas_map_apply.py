@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: groupby
 # cause: pandas: replace by a dict, apply with axis, groupby sample
 # %%

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 16
 # hasnot: google.colab
 # cause: the notebook stops if a secret of Colab is missing
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: UserSecretsClient
 # cause: a secret of Kaggle in a variable, copied into the environment
 # %%

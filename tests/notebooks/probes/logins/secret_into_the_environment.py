@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: os.environ["HF_TOKEN"] = os.environ.get("HF_TOKEN")
 # cause: a secret is copied into the environment and read there by the loader
 # %%

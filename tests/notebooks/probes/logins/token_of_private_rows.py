@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # has: load_dataset("acme/private", split="train", token=hub_token)
 # hasnot: login(
 # hasnot: load_dotenv

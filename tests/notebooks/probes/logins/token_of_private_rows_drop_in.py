@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: login(
 # hasnot: load_dotenv
 # says: HUB_TOKEN

@@ -2,7 +2,6 @@
 # hasnot: wandb
 # hasnot: Samples
 # says: add_callback
-# setting: lora.r = 8
 # cause: a callback of the author's that logs to an account, on every rank
 # %%
 import wandb

@@ -2,7 +2,6 @@
 # hasnot: wandb
 # hasnot: Samples
 # says: add_callback
-# form: drop-in
 # cause: the same where the script is a drop-in
 # %%
 import wandb

@@ -1,6 +1,5 @@
 # expect: converted
 # says: /etc/finetuned
-# hasnot: makedirs("/etc
 # cause: a hostile or careless absolute output folder must not pass without a note
 # fast
 # %%

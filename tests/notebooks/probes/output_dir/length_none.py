@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: max_length=
 # cause: max_seq_length=None was the default length of TRL 0.9, not "no limit"
 # %%

@@ -1,6 +1,5 @@
 # expect: converted
 # cause: a patch that has nothing to do with training
-# form: settings
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # says: /content/tickets.csv is a path on a hosted service; change it in the script
 # cause: a path of Colab in the drop-in form, which has no settings for it
 # %%

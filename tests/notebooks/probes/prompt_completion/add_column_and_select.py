@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: columns by add_column and select_columns, and the old text field of a copied config
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: a formatting_func makes one text of prompt and completion; TRL trains all of it
 # %%
 from datasets import Dataset

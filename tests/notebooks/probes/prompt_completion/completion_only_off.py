@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: completion_only_loss=False trains the prompt, too
 # %%
 import json

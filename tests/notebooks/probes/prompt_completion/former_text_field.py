@@ -1,6 +1,4 @@
 # expect: converted
-# setting: data.format = text
-# setting: data.columns = {'text': 'formatted'}
 # cause: the text field as the trainer's own argument, beside columns that TRL now reads first
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: dataset_text_field="text"
 # cause: the text field as the trainer's own argument, as in TRL before 0.13: this column and no other, beside messages
 # fast

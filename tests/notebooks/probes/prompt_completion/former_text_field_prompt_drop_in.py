@@ -1,6 +1,5 @@
 # expect: converted
-# form: drop-in
-# drop-in has: dataset_text_field="full"
+# has: dataset_text_field="full"
 # cause: the same beside a prompt, with held-out rows
 # %%
 from datasets import load_dataset

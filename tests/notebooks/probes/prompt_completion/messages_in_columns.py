@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: conversational prompt/completion from a map, in the style of TRL's own examples
 # fast
 # %%

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: completion
-# setting: data.max_length = 512
 # cause: the columns get their names by rename_column; an old text field stays in the arguments
 # %%
 import pandas as pd

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: completion
-# setting: model.load_in_4bit = false
 # cause: TRL reads prompt and completion first; the text field is unused
 # %% [markdown]
 # # Fine-tune TinyLlama on support tickets

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: rows with text, prompt and completion are prompt/completion rows to TRL
 # %%
 %%capture

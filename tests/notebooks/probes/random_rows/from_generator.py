@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: from_generator
 # cause: Dataset.from_generator over random templates
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: rows from numpy's generator with choices and probabilities
 # %%
 import numpy as np

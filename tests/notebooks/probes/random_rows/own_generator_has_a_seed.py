@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # has: rng.shuffle(rows)
 # has: generator.shuffle(more)
 # hasnot: set a seed

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: rng.shuffle(rows)
 # has: generator.shuffle(more)
 # cause: a generator of the notebook's own shuffles the rows in place; silently wrong today

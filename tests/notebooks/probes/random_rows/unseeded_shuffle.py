@@ -1,7 +1,6 @@
 # expect: converted
-# mask: all
 # has: random.shuffle
-# says: shuffle
+# says: set_seed(
 # cause: random.shuffle without a seed: rows must not differ between ranks, so they are made once
 # %%
 import json, random

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: random.random() < 0.2
 # cause: a loop that ends by chance, with a break
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0002
 # cause: a plain value may be an instance of an abstract class: a number of numbers.Number, a text of collections.abc.Sequence
 # %%
 import numbers

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: LlamaForCausalLM.from_pretrained
 # cause: the model is loaded with the class of its architecture
 # %%

@@ -1,7 +1,5 @@
 # expect: converted
 # fast
-# form: settings
-# setting: lora.r = 8
 # cause: a helper opens what is no open file yet: isinstance() of a plain text and a class of a library
 # %%
 import io

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
-# setting: training.learning_rate = 0.0002
 # cause: settings pass a helper that also takes tensors, data sets or text
 # %%
 import torch

@@ -1,7 +1,5 @@
 # expect: refused R4
-# says: rows = Counter(5)
-# says: load_dataset
-# cause: the refusal names the statement at which the notebook stops, and what to do
+# cause: names that exist only at run time
 # %%
 from collections import Counter
 from datasets import Dataset

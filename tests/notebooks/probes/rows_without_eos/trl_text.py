@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: texts without EOS with TRL and transformers: TRL appends it, and so does the package
 # %%
 from datasets import load_dataset

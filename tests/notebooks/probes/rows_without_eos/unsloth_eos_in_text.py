@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: eos_token
 # cause: texts that end with EOS: both libraries agree
 # %%

@@ -1,7 +1,5 @@
 # expect: converted
-# says: EOS
-# mask: all
-# cause: texts without EOS on the Unsloth backend: TRL appends an EOS and trains it, unsloth_zoo appends none; a note says which is followed
+# cause: texts without EOS on the Unsloth backend: TRL appends an EOS and trains it, unsloth_zoo appends none
 # fast
 # %%
 from unsloth import FastLanguageModel

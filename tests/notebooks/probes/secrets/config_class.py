@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.00003
 # cause: a class of settings with keys of services
 # %%
 class CFG:

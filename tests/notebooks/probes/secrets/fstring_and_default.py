@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: as a default of a parameter, inside an f-string, in os.getenv's default
 # %%
 import os

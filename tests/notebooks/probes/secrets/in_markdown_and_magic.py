@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: tokens in a heading, in %env and in a git URL
 # %% [markdown]
 # # Setup (token @HF@, wandb @WANDB@)

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = google/gemma-2b
 # cause: a token in two parts, joined at run time
 # %%
 part_a, part_b = "@HF@"[:12], "rest"

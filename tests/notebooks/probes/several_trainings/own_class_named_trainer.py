@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: class LanguageTrainer
 # has: trainer.train()
 # cause: a class of the notebook is named like a trainer, derives from none, and has a method train()

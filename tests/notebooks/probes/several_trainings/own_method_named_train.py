@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: self.strategy.train(rows)
 # has: max_steps=12
 # cause: a class of the notebook has a method train(), which another class calls

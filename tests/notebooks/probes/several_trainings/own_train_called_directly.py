@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: run.train(ds, steps=12)
 # cause: the notebook's own class has a method train(), which is called at the top level
 # %%

@@ -1,7 +1,4 @@
 # expect: converted
-# form: settings
-# setting: training.max_steps = 10
-# setting: training.resume_from_checkpoint = absent
 # says: `trainer.train(resume_from_checkpoint=True)` is left out
 # cause: training goes on after an interruption, in a second cell
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 10
 # says: is left out
 # cause: the same trainer continues from a checkpoint in its own folder, after saving and evaluating
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 10
 # says: is left out
 # cause: the last checkpoint is looked for by a function; the cell was run twice
 # %%

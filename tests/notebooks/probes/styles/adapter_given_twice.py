@@ -1,7 +1,6 @@
 # expect: converted
-# form: drop-in
 # cause: get_peft_model and peft_config, which TRL refuses today
-# hasnot: peft_config=
+# has: peft_config=
 # has: get_peft_model(model, config)
 # %%
 import torch

@@ -1,6 +1,5 @@
 # expect: converted
-# form: drop-in
-# hasnot: peft_config=
+# has: peft_config=
 # cause: inside a function, the trainer is given the LoRA configuration of a model that has its adapter already
 # %%
 import torch

@@ -1,6 +1,5 @@
 # expect: converted
-# form: drop-in
-# hasnot: peft_config=
+# has: peft_config=
 # cause: a function is given a model that has its adapter, and its LoRA configuration for the trainer
 # %%
 import torch

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # cause: Alpaca with and without input, joined by hand, in a medium tutorial
 # %%
 from datasets import load_dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: model.model_name_or_path = google/gemma-2-2b
-# setting: training.seed = 99
 # cause: argparse with a list of arguments, as in a script that became a notebook
 # %%
 import argparse

@@ -1,7 +1,6 @@
 # expect: converted
 # hasnot: inspect
-# drop-in has: processing_class=tok
-# setting: training.max_steps = 7
+# has: given["processing_class"] = tok
 # cause: arguments chosen by what the installed trainer takes, so that the notebook runs with old and new releases
 # fast
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.max_length = 700
 # hasnot: inspect
 # cause: the length by its name in the installed release
 # %%

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: all
-# setting: training.global_batch_size = 16
 # cause: a tutorial in Chinese: comments, names and prompts
 # %% [markdown]
 # ## 微调 Qwen 模型

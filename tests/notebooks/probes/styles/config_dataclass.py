@@ -1,8 +1,4 @@
 # expect: converted
-# setting: training.max_steps = 250
-# setting: training.optim = paged_adamw_32bit
-# setting: lora.r = 24
-# setting: data.max_length = 640
 # cause: settings in dataclasses, used by attributes and asdict
 # %%
 from dataclasses import dataclass, field, asdict

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: completion
 # cause: two csv files joined, then prompt/completion by a dict comprehension
 # %%
 import csv

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # hasnot: device_map: auto
 # cause: device_map among the arguments with which the trainer loads the model
 # %%

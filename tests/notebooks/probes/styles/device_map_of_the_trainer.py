@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: PartialState
+# has: PartialState
 # hasnot: device_map='auto'
 # cause: a dict with a device_map that the trainer gets, in a drop-in script
 # %%

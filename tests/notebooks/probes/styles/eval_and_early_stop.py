@@ -1,6 +1,4 @@
 # expect: converted
-# setting: training.eval_steps = 20
-# setting: training.per_device_eval_batch_size = 2
 # cause: evaluation with early stopping and a callback of the notebook
 # %%
 from datasets import load_dataset

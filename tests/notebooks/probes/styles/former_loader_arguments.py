@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: arguments that transformers 5 has no more
 # has: token=True
 # hasnot: use_auth_token

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: quantization_config={"load_in_4bit": True}
+# has: quantization_config={"load_in_4bit": True}
 # cause: 4 bits by the loader alone, in a notebook that only the drop-in form takes
 # %%
 import torch

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: token=hub_token
 # hasnot: use_auth_token
 # cause: a configuration loaded with use_auth_token, given to the model's loader; a removed name of PEFT

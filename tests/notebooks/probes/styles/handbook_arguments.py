@@ -1,5 +1,4 @@
 # expect: converted
-# setting: model.load_in_4bit = true
 # cause: model_init_kwargs and log_level as TRL 0.7 took them
 # %%
 from datasets import load_dataset

@@ -1,9 +1,4 @@
 # expect: converted
-# mask: trl
-# setting: training.learning_rate = 0.0002
-# setting: training.warmup_steps = 0.03
-# setting: training.global_batch_size = 12
-# setting: lora.target_modules = all-linear
 # cause: a blog's style: messages from a JSON file that the notebook wrote
 # %%
 from datasets import load_dataset

@@ -1,8 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 8
-# setting: model.load_in_8bit = true
-# setting: training.gradient_checkpointing = true
 # cause: prepare_model_for_int8_training, the former name of prepare_model_for_kbit_training; both are imported
 # %%
 from datasets import load_dataset

@@ -1,7 +1,4 @@
 # expect: converted
-# mask: all
-# setting: training.global_batch_size = 8
-# setting: lora.r = 64
 # hasnot: os.walk
 # cause: Kaggle: csv of a competition, train/validation by sklearn, prompts by apply
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # hasnot: WORLD_SIZE
 # cause: the variables of the launcher are set at once, with others: each rank would be the only one; silently wrong today

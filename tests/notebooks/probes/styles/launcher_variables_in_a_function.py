@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # hasnot: WORLD_SIZE
 # hasnot: LOCAL_RANK

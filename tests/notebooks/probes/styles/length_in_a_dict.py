@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: max_length=
 # cause: Unsloth's loader gets its length from a dict, and the trainer takes it from the loader
 # %%

@@ -1,9 +1,4 @@
 # expect: converted
-# setting: lora.lora_dropout = 0.1
-# setting: training.weight_decay = 0.001
-# setting: training.max_grad_norm = 0.3
-# setting: training.save_steps = 25
-# setting: training.lr_scheduler_type = constant
 # cause: the long section of constants that many notebooks of 2023 have
 # %%
 model_name = "NousResearch/Llama-2-7b-chat-hf"

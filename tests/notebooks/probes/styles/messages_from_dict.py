@@ -1,5 +1,4 @@
 # expect: converted
-# mask: trl
 # cause: conversations written out in the notebook; TRL trains all tokens of messages
 # %%
 from datasets import Dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: data.packing = true
-# setting: training.neftune_noise_alpha = 5
 # cause: NEFTune and packing as the trainer's own arguments
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: target modules that are only printed, beside best model by epoch
 # hasnot: print(config
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.0001
 # cause: walrus, star expressions, chained assignments and semicolons
 # %%
 from datasets import load_dataset; from trl import SFTConfig, SFTTrainer; from peft import LoraConfig

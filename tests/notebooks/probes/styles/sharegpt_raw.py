@@ -1,5 +1,4 @@
 # expect: converted
-# mask: trl
 # cause: ShareGPT rows straight from a file, with standardize_sharegpt
 # %%
 from unsloth import FastLanguageModel

@@ -1,8 +1,6 @@
 # expect: converted
-# setting: lora.r = 8
 # says: cell 0 is text
 # says: cell 2 is text
-# says: in float32
 # cause: addresses and sentences in code cells, which Jupyter cannot run
 # %%
 https://colab.research.google.com/drive/14pj2WaDH8gllQh3piJMoDtz6Vt5CXP7Z?usp=sharing

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: train() of another object beside a training that becomes a drop-in script
 # %%
 import faiss

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: a tokenizer is trained before, only to compare its tokens with the model's
 # %%
 from datasets import load_dataset

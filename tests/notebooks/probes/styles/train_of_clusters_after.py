@@ -1,5 +1,4 @@
 # expect: converted
-# setting: lora.r = 8
 # cause: after the training, train() of another object
 # %%
 from datasets import load_dataset

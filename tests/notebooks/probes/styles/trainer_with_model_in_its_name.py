@@ -1,5 +1,4 @@
 # expect: converted
-# form: settings
 # cause: a trainer whose name has `model` in it
 # %%
 from datasets import load_dataset

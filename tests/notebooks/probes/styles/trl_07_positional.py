@@ -1,8 +1,5 @@
 # expect: converted
 # fast
-# setting: data.max_length = 1024
-# setting: training.learning_rate = 0.00005
-# setting: training.gradient_checkpointing = false
 # cause: TRL 0.7: arguments of the trainer, `tokenizer=`, TrainingArguments' defaults
 # %%
 !pip install trl==0.7.4 transformers==4.35.2

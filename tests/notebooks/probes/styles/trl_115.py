@@ -1,7 +1,4 @@
 # expect: converted
-# setting: data.max_length = 1024
-# setting: training.gradient_checkpointing = true
-# mask: trl
 # cause: TRL 1.15: a model by name, dtype in model_init_kwargs, defaults of SFTConfig
 # %%
 from datasets import load_dataset

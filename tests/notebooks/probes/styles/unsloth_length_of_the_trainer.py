@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.max_length = 1024
 # cause: max_seq_length=1024 on the trainer is TRL's default length for max_length, and Unsloth still takes it
 # %%
 from datasets import load_dataset

@@ -1,7 +1,5 @@
 # expect: converted
 # cause: unsloth_train
-# form: settings
-# setting: training.max_steps = 60
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 import torch

@@ -1,8 +1,7 @@
 # expect: converted
-# drop-in has: weight_decay=0.0
-# drop-in has: optim="adamw_torch_fused"
-# drop-in has: seed=42
-# setting: training.weight_decay = 0.0
+# has: set_seed(42)
+# has: TrainingArguments(
+# hasnot: SFTConfig
 # cause: TrainingArguments with Unsloth keep the defaults of transformers, not those of Unsloth's SFTConfig
 # %%
 from datasets import load_dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# setting: training.learning_rate = 0.00005
-# setting: training.lr_scheduler_type = cosine
 # cause: settings as a YAML text in the notebook
 # %%
 import yaml

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: train_dataset=rows["train"]
 # cause: a formatting function for batches beside rows that are tokenized: TRL trains on the token ids
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: text
 # cause: a batched formatting function that returns a list is applied to batches; one text per row
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: apply_chat_template with tokenize=True gives token ids
 # %%
 from transformers import AutoTokenizer, AutoModelForCausalLM

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: TRL ignores a formatting_func when the rows have input_ids, as in many copies of the Gemma examples
 # %%
 from datasets import load_dataset

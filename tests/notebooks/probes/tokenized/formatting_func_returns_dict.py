@@ -1,6 +1,6 @@
 # expect: converted
 # cause: a function for batches that returns {"text": [...]} is given as formatting_func
-# drop-in has: formatting_func
+# has: dataset.map(to_text, batched=True)
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 model, tokenizer = FastLanguageModel.from_pretrained("unsloth/gemma-2b-bnb-4bit", max_seq_length=1024, load_in_4bit=True)

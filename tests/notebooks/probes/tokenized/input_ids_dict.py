@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: a dict of input_ids and labels by hand
 # %%
 from unsloth import FastLanguageModel

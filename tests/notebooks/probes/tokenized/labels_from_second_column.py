@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: inputs and targets are encoded apart, and a function for map is given to the trainer again
 # %%
 from datasets import load_dataset

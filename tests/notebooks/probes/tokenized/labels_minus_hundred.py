@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: the notebook makes its own labels while the data also has a text column
 # fast
 # %%

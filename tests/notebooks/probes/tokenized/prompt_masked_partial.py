@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: functools.partial and a helper hide the call of the tokenizer
 # %%
 from functools import partial

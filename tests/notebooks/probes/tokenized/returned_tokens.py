@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: `tokens = tokenizer(...); return tokens` makes token ids
 # %%
 import torch

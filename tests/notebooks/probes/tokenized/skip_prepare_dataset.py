@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: dataset_kwargs={"skip_prepare_dataset": True} over rows that the notebook tokenized
 # %%
 from datasets import load_dataset

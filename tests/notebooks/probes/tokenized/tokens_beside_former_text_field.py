@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: dataset_text_field="instruction"
 # cause: token ids beside a text column that the trainer names, in a notebook that the settings form refuses
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.format = tokenized or auto
 # cause: the whole set is encoded by a lambda, and the trainer still names a text column
 # %%
 from datasets import load_dataset

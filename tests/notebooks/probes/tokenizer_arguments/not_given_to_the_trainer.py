@@ -1,6 +1,5 @@
 # expect: converted
 # cause: no processing_class but tokenizer edited
-# form: drop-in
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

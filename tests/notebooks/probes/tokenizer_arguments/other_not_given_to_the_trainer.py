@@ -1,6 +1,5 @@
 # expect: converted
 # cause: another tokenizer for the rows, which the trainer is not given
-# form: drop-in
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

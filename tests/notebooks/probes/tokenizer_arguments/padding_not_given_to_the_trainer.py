@@ -1,6 +1,5 @@
 # expect: converted
 # cause: only padding is changed, and the trainer is given no tokenizer
-# form: settings
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: tokenizer.apply_chat_template(examples["conversations"])
 # cause: Unsloth loads a processor for Gemma 3, whose apply_chat_template returns text by default; a tokenizer's returns token ids
 # %%

@@ -1,7 +1,6 @@
 # expect: converted
 # cause: an argument of the tokenizer that changes no row
-# form: settings
-# hasnot: cache_dir
+# has: cache_dir
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

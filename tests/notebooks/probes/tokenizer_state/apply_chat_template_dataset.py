@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: apply_chat_template
+# has: apply_chat_template
 # cause: Unsloth's apply_chat_template changes the tokenizer; the saved template must not depend on the data cache
 # fast
 # %%

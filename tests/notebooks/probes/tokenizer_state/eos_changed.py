@@ -1,6 +1,5 @@
 # expect: converted
 # has: eos_token = "<|im_end|>"
-# mask: all
 # cause: the EOS token is changed before the data; the trainer gets it by its configuration
 # %%
 from transformers import AutoTokenizer, AutoModelForCausalLM

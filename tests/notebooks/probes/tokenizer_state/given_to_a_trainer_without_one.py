@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: trainer.tokenizer
 # cause: the trainer has no tokenizer, loads that of the model, and is given the same one later
 # %%

@@ -1,6 +1,5 @@
 # expect: converted
 # hasnot: trainer.tokenizer
-# setting: lora.r = 8
 # cause: the trainer is given the tokenizer that it has, after its creation
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: paragraph
 # cause: padding side and pad token set in several cells, before and after the data
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: chat_template
 # cause: a template with a docstring of messages, set for each row in a function given to map for two splits
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: all
 # has: chat_template = TEMPLATE
 # cause: the function given to map sets the chat template as a side effect
 # %%

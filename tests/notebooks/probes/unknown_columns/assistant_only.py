@@ -1,5 +1,4 @@
 # expect: converted
-# mask: assistant
 # cause: assistant_only_loss=True is what the notebook asks for
 # %%
 from datasets import load_dataset

@@ -1,6 +1,4 @@
 # expect: converted
-# mask: trl
-# form: any
 # cause: nothing in the notebook says which columns the hub data set has
 # fast
 # %%

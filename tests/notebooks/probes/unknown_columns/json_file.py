@@ -1,5 +1,4 @@
 # expect: converted
-# mask: trl
 # cause: a local JSON file, columns unknown
 # %%
 from unsloth import FastLanguageModel

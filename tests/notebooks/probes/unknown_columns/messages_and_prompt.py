@@ -1,5 +1,4 @@
 # expect: converted
-# mask: trl
 # cause: a hub set with several possible columns, and remove_columns of a computed list
 # %%
 from datasets import load_dataset

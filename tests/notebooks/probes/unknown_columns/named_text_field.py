@@ -1,5 +1,4 @@
 # expect: converted
-# setting: data.max_length = 1024
 # cause: `dataset_text_field="quote"` names a text column; TRL uses it only if there is no prompt or messages column
 # %%
 !pip install -q "trl==0.12.0" peft

@@ -1,5 +1,4 @@
 # expect: converted
-# mask: trl
 # cause: rows of a parquet file by pandas
 # %%
 import pandas as pd, torch

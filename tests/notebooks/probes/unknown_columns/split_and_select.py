@@ -1,6 +1,4 @@
 # expect: converted
-# mask: trl
-# setting: training.eval_steps = 50
 # cause: train_test_split and select do not say the columns; evaluation rows follow the same rule
 # %%
 from datasets import load_dataset

@@ -1,8 +1,5 @@
 # expect: converted
-# form: settings
-# has: if "story" in ds["train"].column_names
-# has: {"text": row["story"]}
-# mask: all
+# has: dataset_text_field="story"
 # cause: Unsloth ignores formatting_func if the rows have the text field
 # %%
 from datasets import load_dataset

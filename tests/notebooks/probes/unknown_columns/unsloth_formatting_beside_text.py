@@ -1,8 +1,5 @@
 # expect: converted
-# form: settings
-# has: if "text" in ds.column_names
-# says: formatting_func
-# mask: all
+# has: formatting_func=
 # cause: Unsloth ignores formatting_func if the rows have the text field; a function that returns a batch as a dict is given to both map and trainer
 # %%
 from datasets import load_dataset

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: formatting_func=as_text
 # cause: Unsloth ignores formatting_func if the rows have the text field
 # %%

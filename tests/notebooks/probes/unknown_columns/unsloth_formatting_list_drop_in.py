@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: train_dataset=ds
 # has: formatting_func=as_texts
 # cause: Unsloth ignores formatting_func if the rows have the text field

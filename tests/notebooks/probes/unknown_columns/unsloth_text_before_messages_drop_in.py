@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: train_dataset=ds
 # cause: Unsloth reads the text before messages, TRL messages first: the script's trainer does as Unsloth
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: any() of conditions
 # %%
 import os

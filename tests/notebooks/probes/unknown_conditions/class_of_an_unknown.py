@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: the class of an unknown value
 # %%
 import os

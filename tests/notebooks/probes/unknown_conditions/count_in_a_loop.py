@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a counter in a loop over the rows
 # %%
 import os

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 32
 # cause: a GPU is there, because the script trains on GPUs
 # %%
 import os

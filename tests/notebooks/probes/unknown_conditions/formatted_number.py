@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a number that is made from an unknown text
 # %%
 import os

@@ -1,7 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 16
-# setting: training.learning_rate = 0.0001
 # cause: a check that only raises: nothing trains in the other branch
 # %%
 import os

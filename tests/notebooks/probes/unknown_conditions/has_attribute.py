@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a package's attribute that may exist
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a value that is another one
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a text that is joined from unknown ones
 # %%
 import os

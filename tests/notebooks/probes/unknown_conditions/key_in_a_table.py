@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a table that may hold an unknown key
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a table that is read with an unknown text
 # %%
 import os

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 8
 # cause: Llama's own marks are a known text
 # %%
 import os

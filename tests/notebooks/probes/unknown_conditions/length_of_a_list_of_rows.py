@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: the number of rows of a list that a loop fills
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: the length of a text with an unknown value
 # %%
 import os

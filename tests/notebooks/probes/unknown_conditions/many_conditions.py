@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: seven conditions of their own, one of them for the rate
 # %%
 import os

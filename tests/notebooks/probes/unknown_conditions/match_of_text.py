@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a regular expression on an unknown text
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # has: if token else
 # cause: the model depends on whether a secret of Colab is set, which is only known at run time
 # %%

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # fast
 # cause: two conditions that exclude each other; all true and all false give the same
 # %%

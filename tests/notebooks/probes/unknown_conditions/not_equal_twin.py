@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: == and != of the same values
 # %%
 import os

@@ -1,6 +1,4 @@
 # expect: converted
-# form: settings
-# setting: lora.r = 16
 # cause: an unknown condition that changes no setting
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: the columns of the data as a set
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: min() over texts
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: the first of sorted texts
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a part of an unknown text
 # %%
 import os

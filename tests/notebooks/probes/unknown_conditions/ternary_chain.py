@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: nested conditional expressions
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a comparison of the text of a value with a constant
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a condition on the text of a device's name
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a condition on how a text starts
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a package that may not be installed
 # %%
 import os

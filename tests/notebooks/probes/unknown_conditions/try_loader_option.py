@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a call that may fail
 # %%
 import os

@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: two conditions of their own; only one of them alone changes the rate
 # %%
 import os

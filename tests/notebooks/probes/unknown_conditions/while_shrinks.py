@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # cause: a loop until a condition holds
 # %%
 import os

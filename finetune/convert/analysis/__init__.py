@@ -1,0 +1,1 @@
+"""What a notebook's code does: data flow, roles, kinds."""

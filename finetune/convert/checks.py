@@ -1,0 +1,491 @@
+"""The checks that every script must pass before it is written.
+
+V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or redefined name; V3 nothing in it
+misbehaves on several ranks; V4 each kept statement is the notebook's, and every statement is in the report; V5 under
+the recording stubs, if both sides run there, script and notebook train the same. V6, that a second conversion produces
+the same bytes, and the witness are in `command`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Set
+from typing import Any
+
+from finetune.config.arguments import CONFIG, TRAINER, former
+from finetune.convert.analysis.changes import refuse_late_changes, refuse_length_of_model
+from finetune.convert.analysis.classify import not_trainers, trainings
+from finetune.convert.analysis.names import Program, effects, root
+from finetune.convert.knowledge import named
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import CHANGED_ARGUMENTS
+from finetune.convert.script.report import Conversion
+from finetune.convert.source import ruff
+from finetune.convert.trace import Trace, trace_notebook
+from finetune.convert.values import described
+
+OLDEST = (3, 11)
+
+
+class NotVerified(Exception):
+    """`check` (V1 to V6) failed; `reason` explains what and where."""
+
+    def __init__(self, check: str, reason: str):
+        super().__init__(check, reason)
+        self.check, self.reason = check, reason
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.reason}"
+
+
+def verify(notebook: Notebook, conversion: Conversion, original: Notebook) -> tuple[dict[str, str], list[Trace]]:
+    """Check a script.
+
+    Args:
+        original: the notebook as it was read, before anything was rewritten.
+
+    Returns:
+        The outcome of each check for the report, and the traces.
+
+    Raises:
+        NotVerified: at the first check that fails.
+    """
+    parses(conversion.script)
+    names_are_defined(notebook, conversion.script)
+    safe_on_ranks(conversion.script)
+    has_its_frame(conversion)
+    if len(conversion.report["statements"]) != len(notebook.statements):
+        raise NotVerified("V3", "a statement of the notebook is not in the report")
+    has_every_statement(notebook, conversion)
+    outcome, traces = trains_the_same(original, conversion.script)
+    return {"V1": "passed", "V2": "passed", "V3": "passed", "V4": "passed", "V5": outcome}, traces
+
+
+def parses(script: str) -> None:
+    """V1: the script parses."""
+    try:
+        ast.parse(script, feature_version=OLDEST)
+    except SyntaxError as error:
+        raise NotVerified("V1", f"line {error.lineno}: {error.msg}") from None
+
+
+def names_are_defined(notebook: Notebook, script: str) -> None:
+    """V2: ruff finds no undefined, unused or redefined name."""
+    done = subprocess.run(
+        [
+            ruff(),
+            "check",
+            "--isolated",
+            "--no-cache",
+            "--select",
+            "F,E9",
+            "--ignore",
+            "F541",
+            "--target-version",
+            "py311",
+            "--output-format",
+            "concise",
+            "--stdin-filename",
+            "script.py",
+            "-",
+        ],
+        input=script.encode(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        own = _own_imports(notebook, script)
+        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, own)]
+        found = [line for line in found if line.startswith("script.py")]
+        _refuse_undefined(notebook, found)
+        if found or done.returncode > 1:
+            raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
+
+
+def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
+    """Refuse names that no cell defines: those of a cell which was deleted before the notebook was published."""
+    missing = set(re.findall(r"F821 Undefined name `(\w+)`", "\n".join(found)))
+    for statement in notebook.statements:
+        e = effects(statement.node)
+        missing -= e.binds | e.may_bind
+    users = [one.cell for one in notebook.statements if missing & effects(one.node).all_reads]
+    if users:
+        names = ", ".join(f"`{name}`" for name in sorted(missing))
+        raise Refusal("R4", f"no cell defines {names}; define or import what is missing", users[0])
+
+
+def _was_there(line: str, notebook: Notebook, own_imports: set[int]) -> bool:
+    """Whether the notebook's author is responsible: an unused local, a repeated key, a name that is defined or imported
+    twice, an import in `try:` that only tests for a package, or an unused import in a function."""
+    number = re.match(r"script\.py:(\d+)", line)
+    unused = " F401 " in line
+    tests = unused and "importlib.util.find_spec" in line
+    own = unused and number is not None and int(number[1]) in own_imports
+    twice = re.search(r"`(\w+)` redefined", line) if " F811 " in line else None
+    again = twice is not None and _bindings(notebook, twice[1]) > 1
+    patches = unused and "`unsloth` imported" in line  # it is imported for what it changes
+    return tests or own or patches or again or " F841 " in line or " F601 " in line
+
+
+def _bindings(notebook: Notebook, name: str) -> int:
+    """How often the notebook imports or defines a name."""
+    nodes = [node for statement in notebook.statements for node in ast.walk(statement.node)]
+    imported = [(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)]
+    defined = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return [*imported, *defined].count(name)
+
+
+def _own_imports(notebook: Notebook, script: str) -> set[int]:
+    """Lines of the script with an import that is inside a function or class of the notebook."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own = {
+        ast.unparse(inner)
+        for statement in notebook.statements
+        if isinstance(statement.node, kinds)
+        for inner in ast.walk(statement.node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+    tree = ast.parse(script)
+    top = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in top]
+    return {
+        line for node in imports if ast.unparse(node) in own for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+
+
+def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
+    """V4: every kept statement is in the script, as the notebook has it, and every rewritten one as the report has it,
+    with all that is the notebook's; what is left out is not needed. Raises NotVerified."""
+    tree = ast.parse(conversion.script)
+    present = Counter(_text(node) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        source = {"kept": statement.source, "rewritten": entry.get("becomes", "")}.get(entry["outcome"], "")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                continue  # V2 sees which names an import must still bind
+            if not present[_text(node)]:
+                raise NotVerified("V4", f"cell {statement.cell}: `{ast.unparse(node)[:80]}` is not in the script")
+            present[_text(node)] -= 1
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        if entry["outcome"] == "rewritten" and not _REPLACES.search(entry["reason"]):
+            _lacks_nothing(statement, entry)
+    _binds_nothing_needed(notebook, conversion)
+
+
+# Reasons to rewrite more than arguments.
+_REPLACES = re.compile("secrets come from|^display|packages are installed|the launcher |`tokenizer` is `proc")
+_OF_DEVICES = re.compile(
+    r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"
+)
+_RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"})
+
+
+def _lacks_nothing(statement: Statement, entry: dict[str, Any]) -> None:
+    """A rewritten statement has the notebook's names, constants and arguments, but for arguments that may change."""
+    renamed = former(CONFIG) | former(TRAINER)
+    free = {*CHANGED_ARGUMENTS, *_LOADER, *(name for name, now in renamed.items() if not now), None}
+    free |= set(re.findall(r"`(\w+)` is left out", entry["reason"]))
+    free -= set() if "quantization_config" in entry["becomes"] else {"load_in_4bit", "load_in_8bit"}
+    missing = (_parts(statement.source, free) - _parts(entry["becomes"], free)).keys() - _RENAMED
+    if "each rank has its own device" in entry["reason"]:
+        missing = {part for part in missing if not _OF_DEVICES.fullmatch(part)}
+    if missing:
+        raise NotVerified("V4", f"cell {statement.cell}: {min(missing)[:80]} is not in `{entry['becomes'][:80]}`")
+
+
+def _parts(source: str, free: Set[str | None]) -> Counter[str]:
+    """Names, attributes, arguments by today's names, constants and operators, without these arguments."""
+    renamed = former(CONFIG) | former(TRAINER)
+    tree = ast.parse(source)
+    left_out = {
+        inner
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for item in call.keywords
+        if item.arg in free
+        for inner in ast.walk(item)
+    }
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
+        if isinstance(node, ast.Name):
+            found[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            found[f".{node.attr}"] += 1
+        elif isinstance(node, ast.keyword):
+            found[f"{renamed.get(str(node.arg)) or node.arg}="] += 1
+        elif isinstance(node, ast.Constant):
+            found[" ".join(repr(node.value).split())] += 1
+        elif isinstance(node, ast.operator | ast.unaryop | ast.cmpop | ast.boolop):
+            found[type(node).__name__] += 1
+    return found
+
+
+def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
+    """No kept statement reads what a statement that was left out has assigned, and what a kept one made is saved."""
+    live: dict[str, Statement] = {}
+    gone: set[str] = set()
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        if entry["outcome"] == "dropped":
+            live |= dict.fromkeys(_assigned(statement, entry), statement)
+            gone |= _assigned(statement, entry)
+            saved = code.saves(statement.node) and not statement.is_dead and "publish" not in entry["reason"]
+            if saved and not gone & effects(statement.node).all_reads:
+                raise NotVerified("V4", f"cell {statement.cell}: `{statement.head[:80]}` saves, but was left out")
+            continue
+        for node in ast.parse(entry.get("becomes") or statement.source).body:
+            found = effects(node)
+            if needed := sorted(live.keys() & found.all_reads):
+                head = f"`{live[needed[0]].head[:80]}`"
+                raise NotVerified("V4", f"cell {statement.cell}: {needed[0]} is read, but {head} was left out")
+            for name in found.binds:
+                live.pop(name, None)
+
+
+def _assigned(statement: Statement, entry: dict[str, Any]) -> set[str]:
+    """The names that a statement which was left out binds, or assigns attributes and items of."""
+    node = statement.node
+    if statement.is_dead or isinstance(node, ast.Import | ast.ImportFrom):
+        return set()
+    if entry["reason"] == "the trainer sets the model's mode":
+        return set()
+    found = effects(node)
+    targets = [one for one in ast.walk(node) if isinstance(one, ast.Attribute | ast.Subscript)]
+    stored = {
+        root(one)
+        for one in targets
+        if isinstance(one.ctx, ast.Store)
+        and not re.match(r"os\.environ|\w+\.(tokenizer|processing_class)$", ast.unparse(one))
+    }
+    return found.binds | found.may_bind | {name for name in stored if name}
+
+
+def _text(node: ast.stmt) -> str:
+    """The statement as text. A variable of the notebook is global there and nonlocal in the script, and docstrings are
+    indented by where they stand."""
+    node = copy.deepcopy(node)
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
+            inner.value = ast.Constant(" ".join(inner.value.value.split()))
+    return re.sub(r"^([^\S\n]*)global ", r"\1nonlocal ", ast.unparse(node), flags=re.MULTILINE)
+
+
+def has_its_frame(conversion: Conversion) -> None:
+    """V3: what the script has besides the notebook's statements. Raises NotVerified."""
+    tree = ast.parse(conversion.script)
+    last = tree.body[-1]
+    if ast.unparse(last) != "if __name__ == '__main__':\n    main()":
+        raise NotVerified("V3", "main() is not called at the end")
+    if not re.search(r"^[^\S\n]*(from|import) unsloth", conversion.script, re.M) and not any(
+        "FINETUNE_BACKEND" in ast.unparse(node) for node in tree.body
+    ):
+        raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    texts = [ast.unparse(node) for node in main.body]
+    guards = sum(text.startswith(f"if {code.LOCAL_MAIN_RANK}:") for text in texts)
+    exports = any(
+        entry.get("in", "").endswith("after training") and entry["outcome"] != "dropped"
+        for entry in conversion.report["statements"]
+        if not entry["statement"].startswith(("import ", "from "))
+    )
+    if texts.count(code.WAIT) < guards + exports:
+        raise NotVerified("V3", "a rank does not wait for files that another writes")
+    called = [ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not {name.rpartition(".")[2] for name in named("seeds")} & set(called):
+        raise NotVerified("V3", "nothing sets a seed, so ranks may draw other rows")
+    arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    if "`global_batch_size`" in (ast.get_docstring(tree) or "") and "global_batch_size" not in arguments:
+        raise NotVerified("V3", "global_batch_size is not given to the trainer, so the batch grows with the ranks")
+
+
+def safe_on_ranks(script: str) -> None:
+    """V3: nothing in the script misbehaves on several ranks. Raises NotVerified."""
+    tree = ast.parse(script)
+    guarded = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
+            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
+            raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
+        if not isinstance(node, ast.Call):
+            continue
+        name, last = ast.unparse(node.func), code.method(node)
+        if last.startswith("push_to_hub"):
+            raise NotVerified("V3", f"line {node.lineno}: {last} is called")
+        if code.saves(node) and node not in guarded and last not in named("on every rank") and _is_save(node):
+            raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
+        if last in named("on every rank") and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
+        if last == "wait_for_everyone" and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
+    if (trains := trainings(tree, not_trainers((0, node) for node in ast.walk(tree)))) != 1:
+        raise NotVerified("V3", f"train() is called {trains} times")
+
+
+def _is_save(node: ast.Call) -> bool:
+    """Whether this very call saves, not one inside it; merging changes only memory."""
+    last = code.method(node)
+    return last != "merge_and_unload" and (
+        last in named("saves") | named("exports") or ast.unparse(node.func) == "torch.save"
+    )
+
+
+# --- V5 ---------------------------------------------------------------------------------------------------------------
+
+_FLASH = "use_flash_attention_2"
+_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", _FLASH, *code.FORMER})
+
+
+def _loaded_with(pairs: list[Any]) -> list[Any]:
+    """What a loader is given besides `_LOADER`, with `load_in_4bit=True` alone as the configuration it became."""
+    kept = [[pair[0], _made_with(pair[1])] for pair in pairs if pair[0] not in _LOADER]
+    kept += [["attn_implementation", "flash_attention_2"] for pair in pairs if pair == [_FLASH, True]]
+    kept = [pair for pair in kept if pair != ["quantization_config", None]]
+    bits = [list(pair) for pair in pairs if pair[0] in code.FORMER and pair[1] is True]
+    if len(bits) == 1 and not any(pair[0] == "quantization_config" for pair in pairs):
+        kept.append(["quantization_config", {"dict": bits}])
+    return kept
+
+
+def _made_with(value: Any) -> Any:
+    """A configuration without `_LOADER`, such as `AutoConfig.from_pretrained(name, use_auth_token=key)`."""
+    if not isinstance(value, dict) or "kwargs" not in value:
+        return value
+    given = [pair for pair in value["kwargs"].get("dict", []) if pair[0] not in _LOADER]
+    return {**value, "kwargs": given, "sym": value["sym"].endswith("(changed)")}
+
+
+def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
+    """V5: under the recording stubs, script and notebook load, adapt and train the same.
+
+    Returns:
+        "passed", or why the two cannot be compared; and the traces.
+
+    Raises:
+        NotVerified: they differ.
+        Refusal: R4, the notebook changes the trainer in a way that the script does not keep.
+    """
+    try:
+        traces = trace_notebook(code.without_secret_services([s for s in original.statements if not s.is_dead]))
+    except Refusal as refusal:
+        return f"not comparable: {refusal.reason}", []
+    half = len(traces)
+    for trace in traces:
+        refuse_late_changes(Program(original.statements), trace, rows=True)
+        refuse_length_of_model(Program(original.statements), trace)
+    try:
+        traces += trace_notebook(_statements(script))
+        for mine, theirs in zip(traces[:half], traces[half:], strict=True):
+            _compare(mine, theirs)
+    except Refusal as refusal:
+        return f"not comparable: {refusal.reason}", []
+    except _NotComparable as error:
+        return f"not comparable: {error}", traces
+    return "passed", traces
+
+
+class _NotComparable(Exception):
+    """A side does not reach the training under the stubs."""
+
+
+def _statements(script: str) -> list[Statement]:
+    """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
+    tree = ast.parse(script)
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    seeded = len(main.body) > 1 and re.fullmatch(r"set_seed\(\d+\)", ast.unparse(main.body[0]))
+    # Without the seed that the converter adds: under the stubs, whatever is random depends on its seed.
+    nodes = [node for node in tree.body[1:-1] if node is not main] + main.body[1 if seeded else 0 :]
+    found = []
+    for number, node in enumerate(nodes):
+        node = _OnMainRank().visit(node)
+        source = re.sub(r"^([^\S\n]*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
+        source = re.sub(r"^from finetune import", "from trl import", source)
+        found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
+    return found
+
+
+class _OnMainRank(ast.NodeTransformer):
+    """The script as the main rank runs it: without `if PartialState().is_main_process:`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
+            node.test = ast.Constant(True)
+        return self.generic_visit(node)
+
+
+def _compare(mine: Trace, theirs: Trace) -> None:
+    one, two = _key_events(mine), _key_events(theirs)
+    for kind in ("load", "trainer", "train"):
+        if kind not in one:
+            raise _NotComparable(f"the notebook does not reach {kind} ({_first(mine['failed'].values())})")
+        if kind not in two:
+            raise NotVerified("V5", f"the script does not reach {kind} ({_first(theirs['failed'].values())})")
+    for kind in ("load", "chat_format", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
+        same = _loads_the_same(one[kind], two[kind]) if kind == "load" else one.get(kind) == two.get(kind)
+        if not same:
+            raise NotVerified("V5", f"{kind} differs: notebook {one.get(kind)}; script {two.get(kind)}"[:600])
+    old, new = described(mine), described(theirs)
+    if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
+        old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
+    _compare_arguments(old.config, new.config)
+
+
+def _loads_the_same(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether the script loads what the notebook loads, in its order and up to the same last one. It may leave out a
+    model that the notebook only looks at."""
+    rest = iter(mine)
+    return theirs[-1] == mine[-1] and all(one in rest for one in theirs)
+
+
+def _first(reasons: Iterable[str]) -> str:
+    return next(iter(reasons), "no call was recorded")
+
+
+def _key_events(trace: Trace) -> dict[str, list[Any]]:
+    """What each call up to the training was given, without what every rank chooses for itself."""
+    found: dict[str, list[Any]] = {}
+    detail: Any
+    for item in trace["events"]:
+        kind, detail = item["kind"], item["detail"]
+        if kind == "load":
+            owner, args, kwargs = item["detail"]
+            pairs = sorted(_loaded_with(kwargs.get("dict", [])), key=str)
+            detail = [owner, args, pairs]
+        if kind == "adapt":
+            detail = _without_order(detail)
+        if kind == "trainer":
+            given = dict(map(tuple, detail.get("dict", [])))
+            names = ("callbacks", "optimizers", *(() if "adapt" in found else ("peft_config",)))
+            detail = {name: _without_order(given[name]) for name in names if given.get(name) is not None}
+        found.setdefault(kind, []).append(detail)
+        if kind == "train":
+            break
+    return found
+
+
+def _without_order(detail: Any) -> Any:
+    """The same with lists sorted, such as target_modules made from a set, whose order differs between processes."""
+    if isinstance(detail, dict):
+        return {name: _without_order(value) for name, value in detail.items() if name not in ("sym", "form")}
+    return sorted(map(_without_order, detail), key=str) if isinstance(detail, list) else detail
+
+
+def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Each argument is the notebook's, unless its change is listed."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        old, new = mine.get(name), theirs.get(name)
+        if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
+            old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
+        if str(old) != str(new) and name not in CHANGED_ARGUMENTS:
+            raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

@@ -1,0 +1,776 @@
+"""Decide what becomes of each statement of a notebook.
+
+Every statement stays, in the notebook's order, unless it is known to do nothing for the training: display,
+installation, accounts, inference.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+from finetune.convert.analysis.changes import gives_own_tokenizer, refuse_patches
+from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
+from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
+from finetune.convert.analysis.harmless import adds_path, installs, is_tracker, leaves, only_looks
+from finetune.convert.analysis.names import Program, free_names, in_place, is_import, root, target_names, written_path
+from finetune.convert.analysis.roles import Roles, fetched_package, find_scratch, packages_used
+from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.notebook.files import Mentioned, is_named
+from finetune.convert.notebook.modules import own_packages
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import CONFIGS
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
+
+
+def decide(notebook: Notebook, program: Program) -> Draft:
+    """Decide on every statement but the imports.
+
+    Raises:
+        Refusal: R0, R2 or R4, for what cannot run on several ranks.
+    """
+    unsloth = any(dotted.split(".")[0] == "unsloth" for dotted in program.imports.values())
+    roles = Roles(program=program, train=_train(program), own_modules=own_packages(notebook))
+    draft = Draft(notebook=notebook, program=program, roles=roles, train=roles.train, unsloth=unsloth)
+    _roles(draft)
+    _refuse_unsupported(draft)
+    _refuse_generated(draft)
+    _before(draft)
+    _after(draft)
+    _refuse_gone(draft)
+    return draft
+
+
+# --- what the notebook does -------------------------------------------------------------------------------------------
+
+
+def _train(program: Program) -> int:
+    """The place of the statement that trains: it calls train(), or a function or method that does."""
+    units = _units(program)
+    others = not_trainers((0, node) for one in program.statements for node in ast.walk(one.node))
+    training = {name for name, node in units.items() if _trains(node, others)}
+    while more := {n for n, node in units.items() if n not in training and _called(node, program, others) & training}:
+        training |= more
+    definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    outside = [one.node for one in program.statements if not isinstance(one.node, definitions)]
+    sites: list[ast.AST] = [*outside, *(units[name] for name in sorted(training))]
+    cells = {id(one.node): one.cell for one in program.statements}
+    for node in sites:
+        _refuse_loops(node, cells.get(id(node)), training, program, others)
+    for name in sorted(training):
+
+        def calls_it(node: ast.AST, name: str = name) -> bool:
+            return isinstance(node, ast.Call) and name in _called(node, program, others, inside=False)
+
+        if sum(most(node, calls_it) for node in sites) > 1:
+            found = [ast.unparse(call)[:60] for node in sites for call in code.calls(node) if calls_it(call)]
+            listed = "; ".join(f"`{text}`" for text in found[:6])
+            what = name.removeprefix(".")
+            raise Refusal(
+                "R2",
+                f"{what}() trains and is called more than once ({listed}); start the script once per call instead",
+            )
+    for place, statement in enumerate(program.statements):
+        trains = _trains(statement.node, others) or _called(statement.node, program, others) & training
+        if trains and not isinstance(statement.node, definitions):
+            _refuse_generating(place, program, units, others)
+            return place
+    raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
+
+
+def _units(program: Program) -> dict[str, ast.AST]:
+    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`. The trainer calls
+    the methods of a callback."""
+    found: dict[str, ast.AST] = {}
+    for statement in program.statements:
+        node = statement.node
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef) and not any("Callback" in ast.unparse(base) for base in node.bases):
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef):
+                    name = node.name if one.name == "__init__" else f".{one.name}"
+                    same = [found[name]] if name in found else []  # of another class
+                    both: list[ast.stmt] = [*same, one]  # type: ignore[list-item]
+                    found[name] = ast.Module(body=both, type_ignores=[]) if same else one
+    return found
+
+
+def _called(node: ast.AST, program: Program, others: Others, *, inside: bool = True) -> set[str]:
+    """Names of the functions and, after a dot, of the methods that it calls; a trainer's `train` is judged by
+    `_trains`. `inside`: also what is called inside of a call."""
+    calls = code.calls(node) if inside else [node] if isinstance(node, ast.Call) else []
+    calls = [call for call in calls if root(call.func) not in program.imports]
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    methods = {call: code.method(call) for call in calls}
+    return names | {f".{name}" for call, name in methods.items() if name and (name != "train" or call in others)}
+
+
+_LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _refuse_loops(node: ast.AST, cell: int | None, training: set[str], program: Program, others: Others) -> None:
+    for loop in ast.walk(node):
+        if not isinstance(loop, _LOOPS) or not (_trains(loop, others) or _called(loop, program, others) & training):
+            continue
+        handlers = [one.type for one in ast.walk(loop) if isinstance(one, ast.ExceptHandler) and one.type is not None]
+        if any(re.search(r"OutOfMemory|RuntimeError|\bException", ast.unparse(one)) for one in handlers):
+            raise Refusal(
+                "R4",
+                "the notebook trains again after an error such as running out of memory; a rank that does so alone"
+                " leaves the others waiting. Keep one setting",
+                cell,
+            )
+        head = ast.unparse(loop).partition("\n")[0][:80]
+        raise Refusal(
+            "R2",
+            f"the notebook trains in a loop (`{head}`); train once: for epochs set num_train_epochs, and for a sweep"
+            " start the script once per value, for example with --finetune training.learning_rate=1e-4",
+            cell,
+        )
+
+
+def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST], others: Others) -> None:
+    """Refuse a class whose methods generate text before they train: the rows may depend on it."""
+    reached: set[str] = set()
+    before = [one.node for one in program.statements[: place + 1] if not isinstance(one.node, ast.ClassDef)]
+    more = {name for node in before for name in _called(node, program, others)} & units.keys()
+    while more - reached:
+        reached |= more
+        more = {name for one in reached for name in _called(units[one], program, others)} & units.keys()
+    for name in sorted(reached):
+        if name.startswith(".") and re.search(r"\.generate\(|\bpipeline\(", ast.unparse(units[name])):
+            reason = f"{name[1:]}() generates text before the training; do it once and load the rows from a file"
+            raise Refusal("R4", reason, program.statements[place].cell)
+
+
+def _trains(node: ast.AST, others: Others = frozenset()) -> bool:
+    calls = [call for call in code.calls(node) if code.method(call) == "train" and call not in others]
+    receivers = [call.func.value for call in calls]  # type: ignore[attr-defined]
+    return any(not _is_model(one) and root(one) not in others for one in receivers)
+
+
+def _is_model(receiver: ast.expr) -> bool:
+    """`model` and `trainer.model`, which also have a method train(); not `SFTTrainer(model, ...)`."""
+    return not isinstance(receiver, ast.Call) and is_model_name(receiver)
+
+
+def _roles(draft: Draft) -> None:
+    """The names of models, tokenizers and trainers, wherever they are bound."""
+    roles, program = draft.roles, draft.program
+    for statement in program.statements:
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                _bound_role(draft, list(target_names(node.targets[0])), node.value)
+            if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
+                _given_roles(roles, node)
+    draft.trained = _trained(draft)
+    find_scratch(roles)
+
+
+def _bound_role(draft: Draft, names: list[str], call: ast.Call) -> None:
+    roles, name = draft.roles, draft.program.dotted(call.func)
+    last = name.rsplit(".", 1)[-1] or code.method(call)
+    owner = name.rpartition(".")[0].rpartition(".")[2] if last == "from_pretrained" else ""
+    if last in ("SFTTrainer", "train_on_responses_only"):
+        roles.trainers.update(names)
+    elif last in ("from_pretrained", "setup_chat_format") and len(names) == 2:
+        roles.models.add(names[0])
+        roles.tokenizers.append(names[1])
+    elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or "Model" in owner:
+        roles.models.update(names)
+    elif last == "get_chat_template" or "Tokenizer" in owner or owner.endswith("AutoProcessor"):
+        roles.tokenizers += names
+
+
+def _given_roles(roles: Roles, call: ast.Call) -> None:
+    given = {item.arg: item.value for item in call.keywords}
+    model = call.args[0] if call.args else given.get("model")
+    tokenizer = given.get("processing_class", given.get("tokenizer"))
+    if isinstance(model, ast.Name):
+        roles.models.add(model.id)
+    if isinstance(tokenizer, ast.Name):
+        roles.tokenizers.append(tokenizer.id)
+
+
+_LATE = re.compile(r"\.(args\.\w+|data_collator|compute_loss|optimizer|lr_scheduler)\s*=[^=]")
+
+
+def _refuse_unsupported(draft: Draft) -> None:
+    text = "\n".join(ast.unparse(statement.node) for statement in draft.program.statements)
+    quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
+    if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
+        raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
+    before = "\n".join(statement.source for statement in draft.program.statements[: draft.train + 1])
+    if re.search(r"streaming\s*=\s*True", before) and not re.search(r"\bDataset\.from_|islice\(", before):
+        raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
+    _refuse_repeated(draft)
+    refuse_patches(draft.program, draft.train)
+    for place, statement in enumerate(draft.program.statements):
+        head = statement.head[:80]
+        for node in ast.walk(statement.node):
+            if place < draft.train:
+                _refuse_former(draft, node, statement.cell)
+            late = isinstance(node, ast.Assign) and place < draft.train and _LATE.search(ast.unparse(node))
+            if late and _is_trainer(draft, node.targets[0], nested=node is not statement.node):  # type: ignore[attr-defined]
+                raise Refusal(
+                    "R4",
+                    f"the trainer is changed after it is created (`{head}`); pass it as an argument",
+                    statement.cell,
+                )
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                raise Refusal(
+                    "R4",
+                    f"`{statement.head[:60]}` imports every name; import the names used, or paste its code into a cell",
+                    statement.cell,
+                )
+            if isinstance(node, ast.ImportFrom) and node.level:
+                raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
+
+
+_FORMER = {
+    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+}
+
+
+def _refuse_former(draft: Draft, node: ast.AST, cell: int) -> None:
+    """Refuse arguments of a loader that transformers 5 has no more and that only the user can replace."""
+    name = draft.program.dotted(node.func) if isinstance(node, ast.Call) else ""
+    if not re.search(r"^transformers\.(?>\w*?Model)\w*\.from_pretrained$", name):
+        return
+    given = {item.arg: item.value for item in node.keywords}  # type: ignore[attr-defined]
+    for old, new in _FORMER.items():
+        off = old not in given or (isinstance(given[old], ast.Constant) and not given[old].value)  # type: ignore[attr-defined]
+        if old in given and code.quantizes_by(ast.keyword(old, given[old]), given.keys()):  # type: ignore[attr-defined]
+            continue
+        if not off and "quantization_config" not in given:
+            raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
+
+
+def _is_trainer(draft: Draft, target: ast.expr, nested: bool) -> bool:
+    """Whether an attribute belongs to a trainer; in a function or class, by its name."""
+    return root(target) in draft.roles.trainers or (
+        nested and re.search(r"\btrainer\.", ast.unparse(target)) is not None
+    )
+
+
+def _refuse_repeated(draft: Draft) -> None:
+    """Refuse two calls of get_peft_model in a row: the second one fails, or adapts an adapted model."""
+    found: dict[str, int] = {}
+    for statement in draft.program.statements[: draft.train]:
+        node = statement.node
+        call = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+        if call is None or draft.program.dotted(call.func).rsplit(".", 1)[-1] != "get_peft_model" or not call.args:
+            if call is not None and draft.program.dotted(call.func).endswith("from_pretrained"):
+                found = {key: cell for key, cell in found.items() if key not in code.binds(node)}
+            continue
+        name = ast.unparse(call.args[0])
+        if name in found:
+            cells = f"cells {found[name]}, {statement.cell}"
+            raise Refusal("R2", f"get_peft_model() is called twice ({cells}); keep one call", statement.cell)
+        found |= {one: statement.cell for one in code.binds(node)}
+
+
+@functools.cache
+def _trl_source() -> str:
+    spec = importlib.util.find_spec("trl")
+    return Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+
+
+def _refuse_gone(draft: Draft) -> None:
+    """Refuse names that TRL had once, if a kept statement needs them and the script's imports do not have them."""
+    kept = [draft.program.statements[place].node for place, one in draft.decisions.items() if one.outcome == "kept"]
+    needed = {name for node in kept for name in code.reads(node)}
+    for statement in draft.program.statements:
+        for node in ast.walk(statement.node):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "") not in ("trl", "trl.trainer"):
+                continue
+            for alias in node.names:
+                gone = alias.name not in code.PROVIDED and not re.search(rf"\b{re.escape(alias.name)}\b", _trl_source())
+                if gone and _trl_source() and ((alias.asname or alias.name) in needed or node is not statement.node):
+                    instead = "; SFTConfig has packing=True" if alias.name == "ConstantLengthDataset" else ""
+                    raise Refusal("R4", f"TRL 1.15 has no `{alias.name}`; remove it{instead}", statement.cell)
+
+
+def _refuse_generated(draft: Draft) -> None:
+    """Refuse rows that the model or the trainer generates: each rank would generate others."""
+    expressions = [
+        item.value
+        for statement in draft.program.statements[: draft.train + 1]
+        for call in code.calls(statement.node)
+        if draft.program.dotted(call.func).endswith("SFTTrainer")
+        for item in call.keywords
+        if item.arg in ("train_dataset", "eval_dataset", "formatting_func")
+    ]
+    names = {name for one in expressions for name in free_names(one)}
+    stop = frozenset(draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers))
+    places, _ = draft.program.slice(names - stop, draft.train, stop)
+    for place in sorted(places):
+        statement = draft.program.statements[place]
+        text = ast.unparse(statement.node)
+        if code.reads(statement.node) & draft.roles.models and re.search(r"\.generate\(|\bpipeline\(", text):
+            reason = "the rows are generated by the model; generate them once and load them from a file"
+            raise Refusal("R4", reason, statement.cell)
+
+
+def _trained(draft: Draft) -> set[str]:
+    """The names of the trainer's model, and of the models that it is made from."""
+    program, nodes = draft.program, [statement.node for statement in draft.program.statements]
+    trained: set[str] = set()
+    for call in (call for node in nodes for call in code.calls(node)):
+        if program.dotted(call.func).endswith("SFTTrainer"):
+            values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            trained |= {one.id for one in values if isinstance(one, ast.Name)}
+            casts = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Name)]
+            trained |= {one.id for one in casts if one.id in draft.roles.models}  # `cast(PreTrainedModel, model)`
+            if not values:  # `SFTTrainer(**given)`
+                trained |= {one.id for node in nodes for one in _under_model(node)} & draft.roles.models
+    given = [one.id for one in ast.walk(nodes[draft.train]) if isinstance(one, ast.Name)]
+    trained |= {name for name in given if "model" in name.lower()}  # given to a function or class that trains
+    made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]
+    while True:  # `model = get_peft_model(base, ...)`: the base too
+        sources = {
+            one.id
+            for node in made
+            if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
+            for one in [*node.value.args[:1], *(item.value for item in node.value.keywords if item.arg == "model")]
+            if isinstance(one, ast.Name) and one.id in draft.roles.models
+        }
+        if sources <= trained:
+            return trained
+        trained |= sources
+
+
+def _under_model(node: ast.AST) -> Iterator[ast.Name]:
+    """Names that a dict has under "model": `{"model": base}`, `given["model"] = base`, `dict(model=base)`."""
+    for one in ast.walk(node):
+        pairs: list[tuple[object, ast.expr | None]] = []
+        if isinstance(one, ast.Dict):
+            pairs = [(getattr(key, "value", None), value) for key, value in zip(one.keys, one.values, strict=True)]
+        elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript):
+            pairs = [(getattr(one.targets[0].slice, "value", None), one.value)]
+        elif isinstance(one, ast.keyword):
+            pairs = [(one.arg, one.value)]
+        yield from (value for key, value in pairs if key == "model" and isinstance(value, ast.Name))
+
+
+def loaders(draft: Draft) -> set[int]:
+    """Statements that load or train the model of the trainer, with the functions that they call."""
+    nodes = [statement.node for statement in draft.program.statements]
+    found = {n for n, node in enumerate(nodes) if n == draft.train or code.binds(node) & draft.trained}
+    found |= {n for n, node in enumerate(nodes) if isinstance(node, ast.ClassDef) and _makes_trainer(draft, node)}
+    while True:  # a function that trains may be called by another one
+        called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
+        more = {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called} - found
+        if not more:
+            return found
+        found |= more
+
+
+def _makes_trainer(draft: Draft, node: ast.AST) -> bool:
+    return any(draft.program.dotted(call.func).endswith("SFTTrainer") for call in code.calls(node))
+
+
+# --- decisions before training ----------------------------------------------------------------------------------------
+
+_DTYPE = re.compile(r"dtype|float|half")
+_LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
+_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
+_STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
+
+
+def _before(draft: Draft) -> None:
+    """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
+    the like, is dropped."""
+    draft.generated = _generated(draft)
+    reasons = {place: _droppable(draft, place) for place in range(draft.train + 1)}
+    nodes = [statement.node for statement in draft.program.statements]
+    reads = {place: code.reads(nodes[place]) for place in reasons}
+    makers: dict[str, set[int]] = {}
+    own = _own_methods(draft.program)
+    for place, why in reasons.items():
+        for name in set() if why is None else _made(draft, place, why, own):
+            makers.setdefault(name, set()).add(place)
+    kept: set[int] = set()
+    live: set[str] = set()
+    more = {place for place, why in reasons.items() if why is None}
+    while more:
+        while more:
+            kept |= more
+            names = {name for place in more for name in reads[place]} - live
+            live |= names
+            more = {place for name in names for place in makers.get(name, ())} - kept
+        mentioned = Mentioned(nodes[place] for place in kept)
+        packages = packages_used(draft.program, live)
+        more = {place for place in draft.generated - kept if _is_read(draft, place, live, mentioned)}
+        more |= {
+            place
+            for place in reasons.keys() - kept
+            if reasons[place] == _FETCHED and fetched_package(draft.program, nodes[place]) in packages
+        }
+    for place, why in reasons.items():
+        if place in kept:
+            draft.decisions[place] = Decision(outcome="kept", where=MAIN)
+        else:
+            draft.decisions[place] = Decision(outcome="dropped", reason=str(why))
+            _note_dropped(draft, place, str(why))
+    for place in kept:
+        if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
+            draft.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
+
+
+def _generated(draft: Draft) -> set[int]:
+    """Statements that write a file with what the model generates or an account returns, such as answers to compare
+    with later, or the notebook itself."""
+    made: set[str] = set()
+    found: set[int] = set()
+    roles = draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers)
+    assigned: dict[str, list[ast.expr]] = {}
+    for one in draft.program.statements:
+        for name in code.binds(one.node) if isinstance(one.node, ast.Assign) else ():
+            assigned.setdefault(name, []).append(one.node.value)  # type: ignore[attr-defined]
+    for place, statement in enumerate(draft.program.statements[: draft.train]):
+        node, e = statement.node, draft.program.effects[place]
+        if is_import(node) or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        reads = code.reads(node)
+        if code.writes_files(draft.program, node) and (reads & made or _own_file(node, assigned)):
+            found.add(place)
+        elif _account(draft, statement) is not None or _infers(node) or reads & made:
+            made |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles
+        else:
+            made -= e.binds
+    return found
+
+
+def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> bool:
+    """Whether kept statements name the file that a statement writes, or a part of its path. `live`: the names that they
+    read, `mentioned`: their literals."""
+    node = draft.program.statements[place].node
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    names = {path.id for path in paths if isinstance(path, ast.Name)}
+    return bool(not paths or names & live or any(is_named(path, draft.program, mentioned) for path in paths))
+
+
+def _own_file(node: ast.stmt, assigned: Mapping[str, Sequence[ast.expr]]) -> bool:
+    """Whether it writes a notebook. `assigned`: the values of each name."""
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    named = {one.id for path in paths for one in ast.walk(path) if isinstance(one, ast.Name)}
+    parts = [*paths, *(value for name in named for value in assigned.get(name, ()))]
+    texts = [one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
+    return any(str(text).endswith(".ipynb") for text in texts)
+
+
+_NEVER = (
+    "the script imports no",
+    "installation",
+    "each rank has its own device",
+    "the launcher",
+    "the trainer sets",
+    "the trainer has",
+    "saved before",
+    "left to you",
+)
+
+
+def _made(draft: Draft, place: int, why: str, own_methods: Set[str]) -> set[str]:
+    """The names for which a droppable statement is kept if a kept one reads them. `own_methods`: of the notebook's
+    classes, which may change their object whatever they are called."""
+    node, e = draft.program.statements[place].node, draft.program.effects[place]
+    if is_import(node) or why.startswith(_NEVER) or why == _FETCHED:
+        return set()
+    bound = (e.binds | e.may_bind) - code.own_targets(node)
+    if why in ("inference", _OF_GENERATED):
+        return bound | code.filled(node)
+    if why == "account or service":
+        return bound
+    if why == "a branch that installs":
+        imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
+        return bound - {name for one in imports for name in code.binds(one)}
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    own = call is not None and root(call.func) not in draft.program.imports
+    changes = set(e.changes)
+    looks = own and call is not None and code.method(call) not in {"", *named("mutates"), *own_methods}
+    if call is not None and looks and not any(map(in_place, code.calls(node))):
+        if code.method(call) in named("keeps"):
+            return set()  # a display of an object's, which stays as it is
+        if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+            changes.discard(str(root(call.func)))  # `df["text"].str.strip()` displays what it makes
+    return bound | changes
+
+
+def _own_methods(program: Program) -> set[str]:
+    """Names of methods of the notebook's classes."""
+    return {name.removeprefix(".") for name in _units(program) if name.startswith(".")}
+
+
+def _droppable(draft: Draft, place: int) -> str | None:
+    """Why a statement may be left out if nothing needs it; None if it must stay."""
+    statement = draft.program.statements[place]
+    node = statement.node
+    if is_import(node):
+        return "unused import"
+    if is_tracker(draft.program, node):
+        return "account or service"
+    if place != draft.train and _of_another_model(draft, place):
+        return "another model"
+    if place == draft.train or sets_up(draft, node):
+        return None
+    if gives_own_tokenizer(draft.program, place):
+        return "the trainer has this tokenizer already"
+    if adds_path(draft.program, node):
+        return "the script imports no module of the repository"
+    for rule in (
+        _left_to_you,
+        _cleaning,
+        _installation,
+        _environment,
+        _fetching,
+        _account,
+        _device,
+        _saving_early,
+        _showing,
+    ):
+        if (why := rule(draft, statement)) is not None:
+            return why
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return "unused definition"
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    stored = isinstance(target, ast.Subscript) and root(target) in draft.roles.collections  # `results["lora"] = ...`
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and (
+        stored or isinstance(target, ast.Name | ast.Tuple)
+    ):
+        return "unused value" if leaves(draft.roles, node) else None
+    return None
+
+
+def _of_another_model(draft: Draft, place: int) -> bool:
+    """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
+    node, e = draft.program.statements[place].node, draft.program.effects[place]
+    touched = (e.binds | e.may_bind | e.changes) - code.own_targets(node)
+    plain = not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return plain and bool(draft.trained and touched) and touched <= draft.roles.models - draft.trained
+
+
+def sets_up(draft: Draft, node: ast.stmt) -> bool:
+    """Whether it loads, adapts or configures what is trained."""
+    words = ("SFTTrainer", "train_on_responses_only", "get_peft_model", "setup_chat_format", "add_callback")
+    names = {draft.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    loaded = code.binds(node) & draft.roles.models if "from_pretrained" in names else set()
+    return bool(names & set(words)) or bool(loaded & draft.trained if draft.trained else loaded)
+
+
+def _left_to_you(draft: Draft, statement: Statement) -> str | None:
+    call = statement.node.value if isinstance(statement.node, ast.Expr) else None
+    remedy = explained("left to you").get(draft.program.dotted(call.func)) if isinstance(call, ast.Call) else None
+    return None if remedy is None else f"left to you: {remedy}"
+
+
+def _cleaning(draft: Draft, statement: Statement) -> str | None:
+    """`shutil.rmtree("outputs")`, of the trainer's own folder."""
+    node = statement.node
+    paths = [
+        call.args[0] for call in code.calls(node) if draft.program.dotted(call.func) == "shutil.rmtree" and call.args
+    ]
+    alone = isinstance(node, ast.Expr) or isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse
+    configs = (one for each in draft.program.statements for one in code.calls(each.node) if _configures(one))
+    folders = {ast.unparse(value) for one in configs for value in _folders(one)}
+    if len(paths) != 1 or not alone or ast.unparse(paths[0]) not in folders:
+        return None
+    return "left to you: a run moves the files of an earlier one aside, and deletes nothing"
+
+
+def _configures(call: ast.Call) -> bool:
+    return ast.unparse(call.func).rpartition(".")[2] in CONFIGS
+
+
+def _folders(call: ast.Call) -> list[ast.expr]:
+    return [*call.args[:1], *(item.value for item in call.keywords if item.arg == "output_dir")]
+
+
+def _installation(draft: Draft, statement: Statement) -> str | None:
+    text = ast.unparse(statement.node)
+    if installs(draft.roles, draft.notebook, statement):
+        return "installation" if code.commands(statement.node) else "a branch that installs"
+    plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
+    if not (plain and runs):
+        return None
+    only_pip = "ensurepip" in text or "pip.main" in text
+    if (only_pip and not code.commands(statement.node)) or code.only_installs(statement.node):
+        return "installation"
+    return None
+
+
+def _environment(draft: Draft, statement: Statement) -> str | None:
+    name = environment_key(statement.node)
+    if name is None:
+        return None
+    if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
+        reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
+        return reason if reason.startswith("the launcher") else f"account or service: {reason}"
+    return None
+
+
+_FETCHED = "a download that nothing kept uses"
+
+
+def _fetching(draft: Draft, statement: Statement) -> str | None:
+    return _FETCHED if fetched_package(draft.program, statement.node) else None
+
+
+def _account(draft: Draft, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    names = [draft.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
+    if any(matches("account", name) or _LOGIN.search(name) for name in names):
+        return "account or service"
+    made = draft.program.dotted(node.value.func) if isinstance(getattr(node, "value", None), ast.Call) else ""  # type: ignore[attr-defined]
+    if isinstance(node, ast.Assign) and matches("service", made) and made.rsplit(".", 1)[-1][:1].isupper():
+        return "account or service"  # a client that nothing kept uses
+    return None
+
+
+def _device(draft: Draft, statement: Statement) -> str | None:
+    node = statement.node
+    call = node.value if isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call) else None
+    if isinstance(node, ast.If) and not node.orelse and node.body:
+        inner = [_device(draft, Statement(id=0, cell=0, line=0, node=one, source="")) for one in node.body]
+        return inner[0] if all(inner) else None
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS:
+        return "each rank has its own device"
+    if call is None:
+        return None
+    name, last = draft.program.dotted(call.func), code.method(call)
+    own = root(call.func) in draft.roles.models or any(root(one) in draft.roles.models for one in call.args)
+    if name == "torch.cuda.set_device":
+        return "each rank has its own device"
+    if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
+        return "the trainer sets up the model on each rank"
+    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
+    if own and last in named("moves") and not _DTYPE.search(arguments):
+        return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
+    return None
+
+
+def _saving_early(draft: Draft, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        roles = draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers)
+        of_role = root(node.value.func) in roles and code.saves(node)
+        if of_role or code.is_push(draft.program, node.value):
+            return "saved before training; do this once, outside the script"
+    return None
+
+
+def _showing(draft: Draft, statement: Statement) -> str | None:
+    node, text = statement.node, ast.unparse(statement.node)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    if isinstance(node, ast.Expr) and not code.calls(node):
+        return "display"
+    if code.writes_files(draft.program, node):
+        return _OF_GENERATED if draft.program.position(statement.id) in draft.generated else None
+    if _infers(node):
+        return "inference"
+    if _STATISTICS.search(text) and leaves(draft.roles, node):
+        return "memory and time statistics"
+    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text):
+        return None
+    return "display or check" if only_looks(draft.roles, node) else None
+
+
+_OF_GENERATED = "a file with values that are left out"
+
+
+def _infers(node: ast.stmt) -> bool:
+    text = ast.unparse(node)
+    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
+
+
+def _note_dropped(draft: Draft, place: int, why: str) -> None:
+    statement = draft.program.statements[place]
+    if why.startswith(("left to you", "saved before", "account", _OF_GENERATED)) and not is_import(statement.node):
+        draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+
+
+# --- decisions after training -----------------------------------------------------------------------------------------
+
+
+def _after(draft: Draft) -> None:
+    """Keep what saves or exports after training, and what that needs."""
+    program = draft.program
+    places = range(draft.train + 1, len(program.statements))
+    kept: set[int] = set()
+    live: set[str] = set()
+    for place in reversed(places):
+        node, e = program.statements[place].node, program.effects[place]
+        made = (e.binds | e.may_bind) - code.own_targets(node)
+        if is_import(node):
+            continue
+        if _is_export(draft, place) or made & live or (e.changes & live and _droppable(draft, place) is None):
+            kept.add(place)
+            live |= code.reads(node)
+    end = min((place for place in kept if _undefined(program, place)), default=len(program.statements))
+    if end < len(program.statements):
+        cell, names = program.statements[end].cell, ", ".join(sorted(_undefined(program, end)))
+        draft.notes.append(
+            f"cell {cell} and what follows are left out: no cell defines {names}, so the notebook ends there"
+        )
+    kept = {place for place in kept if place < end}
+    _keep_earlier(draft, live)
+    for place in places:
+        statement = program.statements[place]
+        if place in kept and not is_import(statement.node):
+            draft.decisions[place] = Decision(outcome="kept", where=AFTER)
+            continue
+        why = "unused import" if is_import(statement.node) else "after training, so not part of it"
+        if any(code.is_push(program, call) for call in code.calls(statement.node)):
+            why = code.to_publish(statement.node)
+            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        elif any(code.method(call) in named("exports") for call in code.calls(statement.node)):
+            why = "nothing that is saved needs it"
+            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        draft.decisions[place] = Decision(outcome="dropped", reason=why)
+
+
+def _undefined(program: Program, place: int) -> set[str]:
+    """Names that a statement needs and that nothing defines."""
+    defined = {name for effect in program.effects for name in effect.binds | effect.may_bind}
+    return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
+
+
+_GIVEN = frozenset(dir(builtins)) | {"display", "get_ipython", "__shell__", "__file__"}  # by Python or the notebook
+
+
+def _is_export(draft: Draft, place: int) -> bool:
+    node = draft.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    definitions = [draft.program.definition(name) for name in called]
+    pushes = any(code.is_push(draft.program, call) for call in code.calls(node))
+    saves = code.saves(node) and not code.only_merges(node)
+    return (saves and not (pushes and isinstance(node, ast.Expr))) or any(
+        one is not None and code.saves(one) and not _trains(one) for one in definitions
+    )
+
+
+def _keep_earlier(draft: Draft, live: set[str]) -> None:
+    """Keep values from before the training that only an export uses."""
+    for place in range(draft.train - 1, -1, -1):
+        node, one = draft.program.statements[place].node, draft.decisions[place]
+        unused = one.outcome == "dropped" and one.reason.startswith("unused") and not is_import(node)
+        if unused and code.binds(node) & live:
+            draft.decisions[place] = Decision(outcome="kept", where=MAIN)
+            live |= code.reads(node)

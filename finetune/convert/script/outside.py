@@ -1,0 +1,95 @@
+"""What kept statements may not need from outside: processes, services, other models, files of shell commands."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+
+from finetune.convert.analysis.names import Program
+from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.notebook.read import Refusal
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.decide import loaders
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Draft
+from finetune.convert.script.shells import refuse_shells
+from finetune.convert.services import is_hosted
+
+
+def refuse_outside(draft: Draft) -> None:
+    """Refuse kept statements that need processes, services, other models or files of shell commands."""
+    before = {place for place in draft.kept(MAIN) if place <= draft.train}
+    gone = {
+        node.value
+        for place in before
+        for node in ast.walk(draft.program.statements[place].node)
+        if isinstance(node, ast.Expr) and code.only_installs(node)
+    }
+    _refuse_dependence(draft.program, before - loaders(draft), "the statements before training", gone)
+    for place in before:
+        statement = draft.program.statements[place]
+        for call in code.calls(statement.node):
+            name = draft.program.dotted(call.func)
+            if remedy := explained("unsafe").get(name):
+                raise Refusal("R4", f"`{name}` cannot run on several ranks; {remedy}", statement.cell)
+    refuse_shells(draft, sorted(before.union(draft.kept(TOP))))
+    _note_hosted_paths(draft, {*before, *draft.kept(AFTER)})
+
+
+def _note_hosted_paths(draft: Draft, places: set[int]) -> None:
+    for place in sorted(places):
+        statement = draft.program.statements[place]
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_hosted(node.value):
+                path = f"cell {statement.cell}: {node.value}"
+                draft.notes.append(f"{path} is a path on a hosted service; change it in the script")
+
+
+def _refuse_dependence(program: Program, places: set[int], what: str, left_out: Collection[ast.AST] = ()) -> None:
+    """Refuse what a script cannot do, such as using shell output or processes. `left_out`: calls that it does not
+    have."""
+    for place in sorted(places):
+        statement = program.statements[place]
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Call) and node not in left_out:
+                name = program.dotted(node.func)
+                if name == "__shell__":
+                    raise Refusal(
+                        "R4", f"{what} depend on the output of a shell command; write it into the cell", statement.cell
+                    )
+                if name == "multiprocessing.cpu_count":
+                    continue  # for num_proc: how many processes map the rows changes no row
+                if name.split(".")[0] in ("subprocess", "multiprocessing") or name in (
+                    "os.system",
+                    "os.popen",
+                    "input",
+                    "google.colab.files.upload",
+                ):
+                    raise Refusal(
+                        "R4",
+                        f"{what} depend on {name}(); run it first and write its result into a cell",
+                        statement.cell,
+                    )
+                if matches("service", name):
+                    raise Refusal(
+                        "R4",
+                        f"{what} depend on a service ({name}); call it once and save the result to a file",
+                        statement.cell,
+                    )
+                if matches("other model", name):
+                    raise Refusal(
+                        "R4", f"{what} depend on another model ({name}); save what it makes to a file", statement.cell
+                    )
+                if name.rsplit(".", 1)[-1] in named("command line") and not node.args and not node.keywords:
+                    raise Refusal(
+                        "R4", f"{what} depend on the command line; pass {name}() an empty list", statement.cell
+                    )
+        if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
+            raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes outside nested functions."""
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _own_nodes(inner)

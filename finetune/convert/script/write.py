@@ -1,0 +1,406 @@
+"""Write the script of a notebook: what `decide` keeps, in its order, made safe for any number of ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.convert.analysis.harmless import leaves
+from finetune.convert.analysis.names import Program, is_import
+from finetune.convert.analysis.roles import fetched_package, refuse_list_of_one
+from finetune.convert.knowledge import named
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.notebook.secrets import scrub
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import Arguments
+from finetune.convert.script.decide import decide, sets_up
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
+from finetune.convert.script.outside import refuse_outside
+from finetune.convert.script.report import Conversion, report, slug, title
+from finetune.convert.script.rewrite import Rewriter
+from finetune.convert.source import BLANK, Part, block, own, script
+
+
+def write(notebook: Notebook, program: Program, notes: Sequence[str]) -> Conversion:
+    """The script of a notebook that `classify.refuse_by_kind` accepts, and its report.
+
+    Args:
+        notes: about what was changed in the notebook before, for the report.
+
+    Raises:
+        Refusal: R0, R2 or R4, for what cannot run on several ranks.
+    """
+    draft = decide(notebook, program)
+    arguments = Arguments(program, unsloth=draft.unsloth)
+    draft.notes += [*arguments.notes, *_checkpoints(draft)]
+    _refuse_list_of_one(draft)
+    _imports(draft)
+    _rewrite(draft, arguments)
+    refuse_outside(draft)
+    name = slug(notebook.name, {dotted.split(".")[0] for dotted in program.imports.values()})
+    statements = _statements(draft)
+    text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
+    found = report(notebook, statements, [*notes, *draft.notes, *_foreign(draft)])
+    return Conversion(name=name, script=text, report=found)
+
+
+def _checkpoints(draft: Draft) -> list[str]:
+    """Notes on checkpoints that the notebook names by their step."""
+    return [
+        f"cell {statement.cell}: {node.value} is a step of the notebook's training; it exists only if the script takes"
+        " and saves this step: with the same rows and the same batch"
+        for statement in (draft.program.statements[place] for place in draft.kept(MAIN) + draft.kept(AFTER))
+        for node in ast.walk(statement.node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CHECKPOINT.fullmatch(node.value)
+    ]
+
+
+_CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
+
+
+# --- imports, rows, rewriting -----------------------------------------------------------------------------------------
+
+
+def _refuse_list_of_one(draft: Draft) -> None:
+    """Refuse (R4) a formatting_func whose result differs between releases, unless the rows may be token ids, which
+    TRL takes as they are."""
+    for statement in draft.program.statements if not _tokenizes(draft) else ():
+        for call in code.calls(statement.node):
+            for item in call.keywords if draft.program.dotted(call.func).endswith("SFTTrainer") else ():
+                if item.arg == "formatting_func":
+                    refuse_list_of_one(draft.program, item.value)
+
+
+def _tokenizes(draft: Draft) -> bool:
+    """Whether the notebook may tokenize its rows itself."""
+    tokenizers = "|".join(map(re.escape, dict.fromkeys([*draft.roles.tokenizers, "tokenizer"])))
+    source = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
+    return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
+
+
+def _imports(draft: Draft) -> None:
+    """Imports whose names have one meaning move to the top; the others stay where they are."""
+    bound: dict[str, set[str]] = {}
+    for place, statement in enumerate(draft.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = "" if isinstance(node, ast.Import) else f"{node.module}."
+                name = (alias.asname or alias.name).split(".")[0]
+                what = module + (alias.name if alias.asname or module else alias.name.split(".")[0])
+                bound.setdefault(name, set()).add(what)
+        elif draft.decisions[place].outcome == "kept":
+            for name in code.binds(node):
+                bound.setdefault(name, set()).add("a variable")
+    for place, statement in enumerate(draft.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            ambiguous = any(len(bound[name]) > 1 for name in names)
+            before = place < draft.train or any(one > place for one in draft.kept(AFTER))
+            where = MAIN if ambiguous and place < draft.train else AFTER if ambiguous and before else TOP
+            draft.decisions[place] = Decision(outcome="kept", where=where)
+
+
+def _rewrite(draft: Draft, arguments: Arguments) -> None:
+    kept = [place for where in (TOP, MAIN, AFTER) for place in draft.kept(where)]
+    nodes = {place: draft.program.statements[place].node for place in kept}
+    bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
+    secrets: set[str] = set()
+    for place, node in nodes.items():
+        statement, decision = draft.program.statements[place], draft.decisions[place]
+        refuse = lambda text, s=statement: Refusal("R4", text, s.cell)  # noqa: E731
+        rewriter = Rewriter(draft.program, refuse, bound=bound, secrets=secrets)
+        on_main = decision.where == AFTER and not code.runs_together(node)
+        done = rewriter.statement(node, main_rank=on_main)
+        done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
+        if not done.reasons and not _is_own_text(statement, done):
+            done.reasons = ["arguments are changed: see the notes"]
+        draft.rewritten[place] = done
+        draft.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
+        if not done.nodes:
+            draft.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
+        elif done.reasons:
+            decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
+    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(draft, place)}
+    once: dict[str, set[str]] = {TOP: set(), MAIN: set(), AFTER: set()}
+    for place, node in sorted(nodes.items()):
+        if is_import(node) and draft.decisions[place].outcome != "dropped":
+            _only_used(draft, place, used, once[draft.decisions[place].where])
+    _keep_unsloth(draft)
+
+
+def _used(draft: Draft, place: int) -> set[str]:
+    """The names that the statement needs from outside."""
+    return {name for node in draft.rewritten[place].nodes for name in code.reads(node)}
+
+
+def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None:
+    """An import without the names that nothing uses, and without those that an earlier one in the same part of the
+    script has (`once`, added to); Unsloth stays, because it patches other libraries."""
+    node = draft.rewritten[place].nodes[0]
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        draft.decisions[place] = Decision(
+            outcome="dropped", reason="the script imports it from finetune, or has its own"
+        )
+        draft.rewritten[place].nodes = []
+        return
+    names = []
+    for alias in node.names:
+        module = node.module if isinstance(node, ast.ImportFrom) else ""
+        key = f"{module} {alias.name} {alias.asname}"
+        if (alias.asname or alias.name).split(".")[0] in used and key not in once:
+            once.add(key)
+            names.append(alias)
+    node.names = names
+    if not node.names:
+        draft.decisions[place] = Decision(outcome="dropped", reason="unused import")
+        draft.rewritten[place].nodes = []
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+_GUARDED = re.compile(r"\bload_dataset\(|\.(map|filter|from_generator|load_from_disk)\(|\bload_from_disk\(")
+_RANDOM = re.compile(
+    r"\b(np|numpy|random)\.(random\.)?(choice|choices|sample|shuffle|randint|rand|uniform|permutation|random)\("
+    r"|\.(shuffle|train_test_split|sample)\("
+)
+
+
+def _keep_unsloth(draft: Draft) -> None:
+    """Keep an import of Unsloth if the script uses no name of it: it patches other libraries."""
+    imports = [place for place in sorted(draft.rewritten) if is_import(draft.program.statements[place].node)]
+    roots = {place: _root(draft.program.statements[place].node) for place in imports}
+    places = [place for place in imports if roots[place] == "unsloth"]
+    if places and all(draft.decisions[place].outcome == "dropped" for place in places):
+        draft.decisions[places[0]] = Decision(outcome="rewritten", where=TOP, reason="only its patches are needed")
+        draft.rewritten[places[0]].nodes = [ast.parse("import unsloth").body[0]]
+
+
+def _root(node: ast.stmt) -> str:
+    """The package of an import."""
+    assert is_import(node)
+    return ((node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+
+
+def _script(draft: Draft, arguments: Arguments, title: str) -> str:
+    body = [*_seed(draft, arguments), *_main(draft), *_exports(draft)]
+    nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    parts = [*_top(draft, used), BLANK, BLANK, block("def main() -> None:", body)]
+    parts += [BLANK, BLANK, own('if __name__ == "__main__":\n    main()')]
+    return script(title, parts)
+
+
+def _top(draft: Draft, used: set[str]) -> list[Part]:
+    """Environment variables, then finetune, Unsloth and the other imports."""
+    environment, imports = [], []
+    for place in draft.kept(TOP):
+        if draft.decisions[place].outcome == "dropped":
+            continue
+        target = imports if is_import(draft.program.statements[place].node) else environment
+        target += [line for node in draft.rewritten[place].nodes for line in _lines(node)]
+    if not draft.unsloth:
+        environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
+    if environment or "os" in used:
+        imports = [line for line in imports if line != "import os"]
+    ours = sorted(code.PROVIDED & used)
+    more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    own_seed = draft.program.definition("set_seed") is not None
+    has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
+    more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
+    lines = [line for line in dict.fromkeys(imports) if line not in more]
+    lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
+    first = f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend"
+    return [
+        *([own("import os"), BLANK] if environment or "os" in used else []),
+        *map(own, environment),
+        BLANK,
+        *map(own, [first, *lines, *more]),
+    ]
+
+
+def _lines(node: ast.stmt) -> list[str]:
+    """`import a, b` as two lines."""
+    if isinstance(node, ast.Import):
+        return [ast.unparse(ast.Import(names=[alias])) for alias in node.names]
+    return [ast.unparse(node)]
+
+
+def _seed(draft: Draft, arguments: Arguments) -> list[Part]:
+    """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
+    for place in draft.kept(MAIN):
+        node = draft.program.statements[place].node
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        name = draft.program.dotted(call.func) if call is not None else ""
+        if name and any(name == key or name.endswith("." + key) for key in named("seeds") if key != "random.seed"):
+            return []
+    if "set_seed" in draft.program.imports and draft.program.imports["set_seed"] != "transformers.set_seed":
+        return []
+    if draft.program.definition("set_seed") is not None:
+        return []
+    seed = arguments.seed if arguments.seed is not None else 3407 if draft.unsloth else 42
+    text = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
+    if _RANDOM.search(text):
+        draft.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
+    return [own(f"set_seed({seed})  # every rank starts from the same random state")]
+
+
+def _main(draft: Draft) -> list[Part]:
+    """The statements up to the training; runs of data preparation go first on one rank per machine."""
+    found: list[Part] = []
+    run: list[Part] = []
+    tail: list[Part] = []
+    cell = None
+    nodes = [draft.program.statements[place].node for place in draft.kept(MAIN) + draft.kept(AFTER)]
+    readers = Counter(name for node in nodes for name in code.reads(node))
+    for place in [one for one in draft.kept(MAIN) if draft.decisions[one].outcome != "dropped"]:
+        if draft.program.statements[place].cell != cell and not run:
+            found.append(BLANK)
+        cell = draft.program.statements[place].cell
+        guarded = _written(draft, place, readers)
+        if guarded is not None:
+            _close(found, run, tail)
+            found += guarded
+            continue
+        part = _part(draft, place)
+        if _is_data(draft, place) and _may_wait(draft, place):
+            run += [*tail, part]
+            tail.clear()
+        elif run and place != draft.train and _is_plain(draft, place):
+            tail.append(part)
+        else:
+            _close(found, run, tail)
+            found.append(part)
+    _close(found, run, tail)
+    return found
+
+
+def _close(found: list[Part], run: list[Part], tail: list[Part]) -> None:
+    """End a run of data preparation."""
+    if run:
+        found.append(block("with PartialState().local_main_process_first():  # the other ranks read its cache", run))
+    found += tail
+    run.clear()
+    tail.clear()
+
+
+def _is_data(draft: Draft, place: int) -> bool:
+    node = draft.program.statements[place].node
+    definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return not definition and bool(_GUARDED.search(ast.unparse(node)))
+
+
+def _may_wait(draft: Draft, place: int) -> bool:
+    """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
+    node = draft.program.statements[place].node
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    inside = [one for one in map(draft.program.definition, called) if one is not None]
+    return place != draft.train and not any(sets_up(draft, one) or _collective(one) for one in [node, *inside])
+
+
+def _collective(node: ast.AST) -> bool:
+    return any(name in ast.unparse(node) for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
+
+
+def _is_plain(draft: Draft, place: int) -> bool:
+    """A definition or a plain value between two statements that prepare data."""
+    node = draft.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return True
+    return isinstance(node, ast.Assign) and leaves(draft.roles, node) and _may_wait(draft, place)
+
+
+def _written(draft: Draft, place: int, readers: Mapping[str, int]) -> list[Part] | None:
+    """A statement that writes files, on one rank per machine, which the others wait for. `readers`: how many kept
+    statements read each name."""
+    statement = draft.program.statements[place]
+    node = statement.node
+    writes = code.writes_files(draft.program, node) or fetched_package(draft.program, node) is not None
+    if place >= draft.train or not writes or sets_up(draft, node):
+        return None
+    e = draft.program.effects[place]
+    itself = code.reads(node)
+    live = {one for one in (e.binds | e.may_bind) - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
+    if live:
+        raise Refusal(
+            "R4",
+            f"`{statement.head[:80]}` writes a file and computes {min(live)}, which every rank needs; use one"
+            " statement for each",
+            statement.cell,
+        )
+    head = f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine"
+    return [block(head, [_part(draft, place)]), own(code.WAIT)]
+
+
+def _exports(draft: Draft) -> list[Part]:
+    """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
+    places = [place for place in draft.kept(AFTER) if draft.decisions[place].outcome != "dropped"]
+    found = [own(code.WAIT)] if places else []
+    together: list[Part] = []
+
+    def flush() -> None:
+        if together:
+            found.append(block(f"if {code.MAIN_RANK}:", together))
+            together.clear()
+
+    for place in places:
+        if code.runs_together(draft.program.statements[place].node):
+            flush()
+            found.append(_part(draft, place))
+        else:
+            together.append(_part(draft, place))
+    flush()
+    return found
+
+
+def _part(draft: Draft, place: int) -> Part:
+    """The statement's own text if nothing in it changed, else its new code."""
+    done, statement = draft.rewritten[place], draft.program.statements[place]
+    if _is_own_text(statement, done):
+        return Part(text=statement.source, nodes=done.nodes)
+    return own("\n".join(ast.unparse(node) for node in done.nodes))
+
+
+def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:
+    same = ast.parse(statement.source).body
+    return [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _statements(draft: Draft) -> list[dict[str, Any]]:
+    """What became of each statement of the notebook."""
+    live = {statement.id: place for place, statement in enumerate(draft.program.statements)}
+    found = []
+    for statement in draft.notebook.statements:
+        entry: dict[str, str] = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
+        if statement.id in live:
+            one = draft.decisions[live[statement.id]]
+            entry = {"outcome": one.outcome}
+            entry |= {"in": one.where} if one.outcome != "dropped" else {}
+            entry |= {"reason": one.reason} if one.outcome != "kept" else {}
+            if one.outcome == "rewritten":
+                entry["becomes"] = scrub("\n".join(map(ast.unparse, draft.rewritten[live[statement.id]].nodes)))
+        else:
+            assert statement.is_dead
+        head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
+        found.append(head | entry)
+    return found
+
+
+def _foreign(draft: Draft) -> list[str]:
+    """Notes on libraries that the script imports and this project does not install."""
+    roots = {
+        (getattr(node, "module", None) or node.names[0].name).split(".")[0]
+        for place in draft.kept(TOP)
+        for node in draft.rewritten[place].nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    unknown = roots - named("installed") - set(sys.stdlib_module_names)
+    return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]

@@ -1,0 +1,1 @@
+"""A notebook's own trainer against the converted script, both run confined."""

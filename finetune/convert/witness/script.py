@@ -1,0 +1,180 @@
+"""The script's side of the witness: prepares its rows and arguments with the package, in the sandbox.
+
+The converter cannot be imported here. It reads a job as JSON from stdin and writes settings, token ids and labels as
+JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import json
+import os
+import sys
+import types
+from typing import Any
+
+
+def execute(path: str) -> None:
+    """Run a script as the main program."""
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"], sys.argv = module, [path]
+    module.__dict__["__builtins__"] = vars(builtins) | {"__import__": _import}
+    with open(path, encoding="utf-8") as stream:
+        code = compile(stream.read(), path, "exec")
+    try:
+        exec(code, module.__dict__)
+    except SystemExit:
+        pass
+
+
+def _import(name: str, *given: Any, **named: Any) -> Any:
+    """A package that the script imports and that is not installed here is what it is for the notebook."""
+    try:
+        return builtins.__import__(name, *given, **named)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name.partition(".")[0] or name.startswith(("finetune", "patches")):
+            raise
+        return sys.modules["stand_ins"].missing_package(name if given[2:] and given[2] else name.partition(".")[0])
+
+
+def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
+    """A script with `finetune.SFTTrainer`, up to `train()`."""
+    from finetune.drop_in import trainer as drop_in
+
+    cls: Any = drop_in.SFTTrainer
+    found: list[Any] = []
+    build = cls.__init__
+    names = list(inspect.signature(build).parameters)[1:]
+
+    def init(self: Any, *positional: Any, **given: Any) -> None:
+        model = positional[0] if positional else given.get("model")
+        config, held = given.pop("peft_config", None), stand_ins.record.get("lora")
+        if config is not None and held is not None and stand_ins.adapter(config.to_dict()) != held:
+            raise ValueError("the trainer is given a `PeftModel` and another `peft_config`")  # as TRL does
+        if held is None:
+            stand_ins.record_adapter(config, model)
+        stand_ins.record["own functions"] = own_functions(given)
+        stand_ins.record["batch"] = given.get("global_batch_size")
+        stand_ins.record_trainer(dict(zip(names, positional, strict=False)) | given)
+        build(self, *positional, **given)
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
+        stand_ins.record["checkpoint"] = stand_ins.checkpoint(resume_from_checkpoint)
+        found.append(self)
+        raise stand_ins.Stop
+
+    cls.__init__, cls.train = init, train
+    try:
+        execute(os.path.abspath(job["name"] + ".py"))
+    except stand_ins.Stop:
+        pass
+    if not found:
+        raise LookupError("the script does not reach train()")
+    trainer = found[0]
+    more = {"max_length": trainer.given.max_length, "packing": bool(trainer.given.packing)}
+    more["global batch"] = trainer.job.batch.global_batch_size
+    tokenizer = trainer.processing_class
+    return {
+        "settings": stand_ins.settings(trainer.given) | more,
+        "model": stand_ins.model_settings(trainer.model, tokenizer, job["unsloth"]),
+        "lora": stand_ins.record.get("lora"),
+        "given": stand_ins.given(stand_ins.arguments(trainer.given), tokenizer),
+        "rows": tokenized(trainer.job.data.train, stand_ins),
+        "eos": tokenizer.eos_token_id,
+    }
+
+
+def own_functions(given: dict[str, Any]) -> list[str]:
+    """Arguments of the trainer that replace a part of the training."""
+    values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
+    return [name for name, value in values.items() if value is not None and value != (None, None)]
+
+
+def tokenized(rows: Any, stand_ins: Any) -> list[Any]:
+    found = (stand_ins.row(*rows[index]) for index in range(len(rows)))
+    return [row for row in found if row]
+
+
+def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
+    """Run the script of a job with each set of columns."""
+    sys.meta_path[:0] = [
+        stand_ins.Blocker("finetune.convert"),
+        stand_ins.From(job["packages"], "finetune", "patches"),
+    ]
+    stand_ins.today = True
+    stand_ins.prepare(job["unsloth"], template=job["template"])
+    stand_ins.replace_configs(job["unsloth"])
+    for name, text in job["files"].items():
+        with open(name, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    return {
+        name: [_one(job, name, number, columns, stand_ins) for number, columns in enumerate(job["columns"])]
+        for name in job["names"]
+    }
+
+
+def _with_variables(run: Any, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+    """The result of a script, whose environment variables are set as the notebook's are."""
+    while True:
+        stand_ins.record.clear()
+        stand_ins.seed()
+        stand_ins.columns.clear()
+        stand_ins.columns.update(columns)
+        stand_ins.files.clear()
+        try:
+            return run()
+        except Exception as error:
+            variable = stand_ins.missing_variable(error)
+            if variable is None or variable in os.environ:
+                raise
+            os.environ[variable] = "none"
+
+
+def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+    """One script with one set of columns; `refused` if the package refuses its rows or settings."""
+    from finetune.errors import RunError, UserError
+
+    os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{number}")
+    stand_ins.by_line = "json.load(" not in job["files"][f"{name}.py"]
+    stand_ins.empty = job["empty"][number]
+    try:
+        return _with_variables(lambda: reached(job | {"name": name}, stand_ins), columns, stand_ins) | {
+            "columns": columns
+        }
+    except (UserError, RunError) as error:
+        return {"refused": str(error)[:600]}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+def load(job: dict[str, Any]) -> Any:
+    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
+    stand_ins: Any = types.ModuleType("stand_ins")
+    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
+    sys.modules["stand_ins"] = stand_ins
+    exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
+    return stand_ins
+
+
+def main() -> None:
+    """Answer the job on stdin; what the libraries print is dropped."""
+    job, out = json.load(sys.stdin), os.dup(1)
+    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    key = job.pop("key")
+    try:
+        report = {"key": key, "found": answer(job, load(job))}
+    except BaseException as error:
+        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
+    left = encode(report).encode()
+    while left:
+        left = left[write(out, left) :]
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
