@@ -578,13 +578,13 @@ def _left_to_you(draft: Draft, statement: Statement) -> str | None:
 def _cleaning(draft: Draft, statement: Statement) -> str | None:
     """`shutil.rmtree("outputs")`, of the trainer's own folder."""
     node = statement.node
-    paths = [
-        call.args[0] for call in code.calls(node) if draft.program.dotted(call.func) == "shutil.rmtree" and call.args
-    ]
+    calls = [call for call in code.calls(node) if draft.program.dotted(call.func) == "shutil.rmtree"]
+    paths = [call.args[0] for call in calls if call.args]
     alone = isinstance(node, ast.Expr) or isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse
+    if len(paths) != 1 or not alone:
+        return None
     configs = (one for each in draft.program.statements for one in code.calls(each.node) if _configures(one))
-    folders = {ast.unparse(value) for one in configs for value in _folders(one)}
-    if len(paths) != 1 or not alone or ast.unparse(paths[0]) not in folders:
+    if ast.unparse(paths[0]) not in {ast.unparse(value) for one in configs for value in _folders(one)}:
         return None
     return "left to you: a run moves the files of an earlier one aside, and deletes nothing"
 
