@@ -331,10 +331,9 @@ def outcomes(path: Path, name: str, count: int, draw: random.Random) -> Iterator
     """A line of the record for each fault in a notebook's conversion."""
     notebook, conversion = steps(path)
     original, _ = without_secrets(path)
-    no_plan: Any = None
     checks: dict[str, Callable[[Conversion], Any]] = {
-        "V1": lambda one: parses(notebook, no_plan, one, []),
-        "V2": lambda one: names_are_defined(notebook, no_plan, one, []),
+        "V1": lambda one: parses(one.script),
+        "V2": lambda one: names_are_defined(notebook, one.script),
         "V3": lambda one: (safe_on_ranks(one.script), has_its_frame(one)),
         "V4": lambda one: has_every_statement(notebook, one),
         "V5": lambda one: trains_the_same(original, one.script),
@@ -380,7 +379,7 @@ def _batch(some: list[Fault], theirs: dict[str, Any]) -> list[tuple[str, str]]:
     files = {f"s{number}.py": fault.conversion.script for number, fault in enumerate(some)}
     names = [name.removesuffix(".py") for name in files]
     try:
-        ours = witness.run_scripts(names, files, "drop-in", theirs, 60 + 60 * len(some))
+        ours = witness.run_scripts(names, files, theirs, 60 + 60 * len(some))
     except witness.CouldNotRun as error:
         if len(some) == 1:
             return [("could-not-run", str(error))]

@@ -113,12 +113,8 @@ class SFTTrainer(engine.SFTTrainer):
 
         self._global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
         self.given = given  # the user's arguments, as TRL would have completed them
-        self.preparation = Preparation(
-            args=given,
-            tokenizer=tokenizer,
-            reading=reading,
-            collator=None if rows.only_pads(data_collator) else data_collator,
-        )
+        own = None if rows.only_pads(data_collator) else data_collator
+        self.preparation = Preparation(args=given, tokenizer=tokenizer, reading=reading, collator=own)
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
