@@ -315,6 +315,15 @@ def test_a_written_file_is_written_once_per_machine(notebook: Callable[..., Path
     assert refused.code == "R4" and "`steps = store(rows)` writes a file and computes steps" in refused.reason
 
 
+def test_several_written_folders_are_one_block(notebook: Callable[..., Path]) -> None:
+    folders = "\n".join(f"os.makedirs('folder-{n}', exist_ok=True)" for n in range(7))
+    text = body(converted(notebook(before=folders)).script)
+    assert text.count("if PartialState().is_local_main_process:") == 1
+    lines = text[text.index("if PartialState().is_local_main_process:") :].splitlines()
+    assert lines[1:8] == [f"    os.makedirs('folder-{n}', exist_ok=True)" for n in range(7)]
+    assert lines[8] == "PartialState().wait_for_everyone()"
+
+
 def test_preparation_runs_first_on_one_rank_of_a_machine(notebook: Callable[..., Path]) -> None:
     tree = ast.parse(converted(notebook()).script)
     (guard,) = [node for node in ast.walk(tree) if isinstance(node, ast.With)]

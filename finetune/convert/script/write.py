@@ -255,19 +255,20 @@ def _main(draft: Draft) -> list[Part]:
     found: list[Part] = []
     run: list[Part] = []
     tail: list[Part] = []
+    writes: list[Part] = []
     cell = None
     nodes = [draft.program.statements[place].node for place in draft.kept(MAIN) + draft.kept(AFTER)]
     readers = Counter(name for node in nodes for name in code.reads(node))
     for place in [one for one in draft.kept(MAIN) if draft.decisions[one].outcome != "dropped"]:
-        if draft.program.statements[place].cell != cell and not run:
+        if draft.program.statements[place].cell != cell and not run and not writes:
             found.append(BLANK)
         cell = draft.program.statements[place].cell
-        guarded = _written(draft, place, readers)
-        if guarded is not None:
-            _close(found, run, tail)
-            found += guarded
-            continue
         part = _part(draft, place)
+        if _writes(draft, place, readers):
+            _close(found, run, tail)
+            writes.append(part)
+            continue
+        _end_writes(found, writes)
         if _is_data(draft, place) and _may_wait(draft, place):
             run += [*tail, part]
             tail.clear()
@@ -276,8 +277,17 @@ def _main(draft: Draft) -> list[Part]:
         else:
             _close(found, run, tail)
             found.append(part)
+    _end_writes(found, writes)
     _close(found, run, tail)
     return found
+
+
+def _end_writes(found: list[Part], writes: list[Part]) -> None:
+    """End a run of statements that write files: one rank per machine runs them, and the others wait."""
+    if writes:
+        head = f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine"
+        found += [block(head, writes), own(code.WAIT)]
+        writes.clear()
 
 
 def _close(found: list[Part], run: list[Part], tail: list[Part]) -> None:
@@ -315,14 +325,14 @@ def _is_plain(draft: Draft, place: int) -> bool:
     return isinstance(node, ast.Assign) and leaves(draft.roles, node) and _may_wait(draft, place)
 
 
-def _written(draft: Draft, place: int, readers: Mapping[str, int]) -> list[Part] | None:
-    """A statement that writes files, on one rank per machine, which the others wait for. `readers`: how many kept
-    statements read each name."""
+def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
+    """Whether a statement writes files, so that one rank per machine runs it. `readers`: how many kept statements
+    read each name."""
     statement = draft.program.statements[place]
     node = statement.node
     writes = code.writes_files(draft.program, node) or fetched_package(draft.program, node) is not None
     if place >= draft.train or not writes or sets_up(draft, node):
-        return None
+        return False
     e = draft.program.effects[place]
     itself = code.reads(node)
     live = {one for one in (e.binds | e.may_bind) - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
@@ -333,8 +343,7 @@ def _written(draft: Draft, place: int, readers: Mapping[str, int]) -> list[Part]
             " statement for each",
             statement.cell,
         )
-    head = f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine"
-    return [block(head, [_part(draft, place)]), own(code.WAIT)]
+    return True
 
 
 def _exports(draft: Draft) -> list[Part]:
