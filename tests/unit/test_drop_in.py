@@ -313,12 +313,13 @@ def test_training_arguments_are_completed_as_by_trls_trainer(
 
     from finetune import TrainingArguments
     from finetune.drop_in import former
+    from finetune.drop_in.overrides import Overrides
 
     given = {"output_dir": str(tmp_path / "t"), "use_cpu": True, "max_steps": 3, "report_to": "none"}
     today = transformers.TrainingArguments(**given, warmup_steps=0.25, eval_strategy="no")
     theirs = trl.SFTTrainer(str(model), today, train_dataset=dataset(TEXTS)).args
     ours = TrainingArguments(**given, warmup_ratio=0.25, evaluation_strategy="no", overwrite_output_dir=True)
-    found = former.arguments(ours, str(model), {})
+    found = former.arguments(ours, str(model), {}, Overrides())
     assert type(found) is trl.SFTConfig
     for field in dataclasses.fields(trl.SFTConfig):
         if field.name not in ("model_init_kwargs", "gradient_checkpointing_kwargs"):  # TRL fills in while it loads
@@ -336,6 +337,7 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(
 
     from finetune import SFTConfig
     from finetune.drop_in import former
+    from finetune.drop_in.overrides import Overrides
 
     assert SFTConfig.__mro__[1] is trl.SFTConfig
     assert SFTConfig.__dataclass_fields__ == trl.SFTConfig.__dataclass_fields__
@@ -349,7 +351,7 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(
             super().__init__(folder, use_cpu=True, bf16=False)
 
     monkeypatch.setattr(trl, "SFTConfig", OnCpu)
-    assert f"output_dir = '{former.arguments(None, loaded, {}).output_dir}'" in generator
+    assert f"output_dir = '{former.arguments(None, loaded, {}, Overrides()).output_dir}'" in generator
 
 
 def test_an_adapter_that_the_model_has_is_not_added_again(
