@@ -31,7 +31,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import rules, sharding, slices, strategy, subprocess_dry_run
 from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, distributed, launch_lines, scripts, subprocesses
+from finetune.runtime import bootstrap, distributed, files, launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES, probe
@@ -192,7 +192,7 @@ def measure(
         session.check_saving(job)
         show_example(job)
         # Next to the real output folder, to use the same disk.
-        with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
+        with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.existing(output_dir)) as folder:
             with ended_after(END_SECONDS, config, Path(folder)):
                 trying = (prepare or trial.prepare)(job, Path(folder))
                 outcome = try_out(trying, Path(folder), world)
@@ -733,12 +733,6 @@ def launch_line(world: int) -> str:
 def _for_training(arguments: list[str]) -> list[str]:
     """The arguments of a dry run without those that make it one."""
     return [word for word in without_json(arguments) if word not in ("--dry-run", "--dry_run")]
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 if __name__ == "__main__":

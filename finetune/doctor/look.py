@@ -21,7 +21,7 @@ from finetune import __version__
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError, describe
 from finetune.redact import MASK, is_secret_name
-from finetune.runtime import distributed, subprocesses
+from finetune.runtime import distributed, files, subprocesses
 
 WORLD_SIZES = (1, 2, 4, 8)
 ANSWER_SECONDS = 300  # a driver may hang
@@ -248,7 +248,7 @@ def _folders(config: Config) -> list[dict[str, Any]]:
 def folder(path: Path) -> dict[str, Any]:
     """A folder's size and its disk: if it does not exist yet, that of its nearest existing parent."""
     path = path.expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    there = files.existing(path)
     size, why = _size(path) if path.is_dir() else (None, "it does not exist yet" if there != path else "it is a file")
     return {
         "path": str(path),

@@ -374,10 +374,7 @@ def take_over(output_dir: Path, *, overwrite: bool) -> None:
 
 def check_space(output_dir: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
-    folder = output_dir
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(files.existing(output_dir)).free
     if free < needed:
         raise UserError(
             f"training.output_dir is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "

@@ -17,7 +17,7 @@ from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
 from finetune.runtime.command import warn
-from finetune.runtime.files import open_regular, read_json, read_text, special_in
+from finetune.runtime.files import open_regular, read_json, read_text, safetensors_header, special_in
 
 HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
@@ -269,14 +269,12 @@ def why_damaged(file: Path) -> str | None:
     try:
         size = file.stat().st_size
         with open_regular(file) as content:
-            length = int.from_bytes(content.read(8), "little")
-            if size < 8 or length > size - 8:
-                return f"it has {size:,} bytes, too few for its header"
-            header = json.loads(content.read(length))
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
+            header, start = safetensors_header(content)
+        expected = start + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
+    except EOFError:
+        return f"it has {size:,} bytes, too few for its header"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "its header is not valid"
     return None if size == expected else f"it has {size:,} bytes instead of {expected:,}"

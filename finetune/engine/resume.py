@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch, scaled_learning_rate
 from finetune.config.batch import fixed, grows_with_world_size
@@ -150,7 +149,7 @@ def base_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"model config": files.plain(shape)}
     try:
         found["base weights"] = weights_digest(folder) if weights else None
-    except (OSError, ValueError, LookupError, TypeError, struct.error):
+    except (OSError, EOFError, ValueError, LookupError, TypeError):
         found["base weights"] = None  # unreadable: loading the model reports it better
     return found
 
@@ -186,7 +185,7 @@ def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
     import xxhash
 
     with files.open_regular(path) as file:
-        header, data = _header(file)
+        header, data = files.safetensors_header(file)
         for name, tensor in header.items():
             begin, end = tensor["data_offsets"]
             digest = xxhash.xxh3_128()
@@ -194,16 +193,6 @@ def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
                 file.seek(data + start)
                 digest.update(file.read(min(SAMPLE_BYTES, end - start)))
             yield [name, tensor["dtype"], tensor["shape"], digest.hexdigest()]
-
-
-def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Tensors by name, and the offset of their data. The format: 8 bytes of header length, JSON header, data."""
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > 100_000_000:  # the format's own limit
-        raise ValueError(f"{file.name} is not a safetensors file")
-    header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _sampled_file(path: Path) -> list[Any]:
@@ -512,7 +501,7 @@ def check_shapes(model: Any, checkpoint: Path) -> None:
 
 def _read_header(path: Path) -> dict[str, Any]:
     with files.open_regular(path) as file:
-        return _header(file)[0]
+        return files.safetensors_header(file)[0]
 
 
 def _misfit(checkpoint: Path, problem: str) -> str:

@@ -80,10 +80,8 @@ class Weights:
         if why := preflight.why_damaged(path):
             raise self._wrong(f"{path.name} is damaged ({why})")
         with files.open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        self._where |= {name: (path, one, 8 + length) for name, one in header.items()}
+            header, start = files.safetensors_header(file)
+        self._where |= {name: (path, one, start) for name, one in header.items()}
 
     def _read(self, name: str) -> torch.Tensor:
         """A stored tensor. It is read, not mapped, so that no other part of the file stays in memory."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from finetune.config import Config, TrainingConfig, load
 from finetune.config.json_schema import TITLE, json_schema
 from finetune.errors import UserError
-from finetune.runtime import launch_lines
+from finetune.runtime import files, launch_lines
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.files import read_json, write_json, write_text
 from finetune.runtime.options import Options, path
@@ -107,14 +107,8 @@ def _check_target(file: Path, *, overwrite: bool) -> None:
         raise UserError(f"{file} is a folder. Give the name of a file.")
     if file.exists() and not overwrite:
         raise UserError(f"{file} exists. Give another name, or replace it with --overwrite.")
-    if not os.access(_existing(file.parent), os.W_OK):
+    if not os.access(files.existing(file.parent), os.W_OK):
         raise UserError(f"{file} cannot be written by this user. Give a file in another folder.")
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

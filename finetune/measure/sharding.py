@@ -19,6 +19,7 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.config.rules import sharding
 from finetune.engine import optimizer_bytes
+from finetune.runtime import files
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
 # What files of weights that are in 4 bits already have beside each: its scales and tables.
@@ -38,21 +39,16 @@ class Sizes:
 
 def sizes(folder: Path) -> Sizes | None:
     """The sizes of a model in safetensors files; None if there are none, or no layers in them."""
-    from safetensors import safe_open
-
     layers: dict[str, int] = {}
     outside: list[tuple[int, list[int]]] = []  # numbers and shape of each tensor
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                if _BESIDE.search(key):
-                    continue
-                tensor = tensors.get_slice(key)
-                count = math.prod(tensor.get_shape()) * (2 if tensor.get_dtype() == "U8" else 1)  # two of 4 bits a byte
-                if (layer := _LAYER.match(key)) is None:
-                    outside.append((count, tensor.get_shape()))
-                else:
-                    layers[layer[1]] = layers.get(layer[1], 0) + count
+        for key, (count, shape) in files.numbers(file).items():
+            if _BESIDE.search(key):
+                continue
+            if (layer := _LAYER.match(key)) is None:
+                outside.append((count, shape))
+            else:
+                layers[layer[1]] = layers.get(layer[1], 0) + count
     if not layers:
         return None
     rest = sum(count for count, _ in outside)

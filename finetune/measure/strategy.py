@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.measure import rules
 from finetune.plural import counted
 from finetune.redact import redact_arguments
-from finetune.runtime import distributed, launch_lines, scripts
+from finetune.runtime import distributed, files, launch_lines, scripts
 from finetune.runtime.command import print_line
 
 
@@ -237,14 +237,7 @@ def _gpu_names() -> list[str]:
 
 
 def parameter_count(name: str, revision: str | None = None) -> int | None:
-    """Number of parameters of a model, read from the headers of its safetensors files; None if there are none locally.
-
-    bitsandbytes stores two 4-bit weights per byte.
-    """
-    import math
-
-    from safetensors import safe_open
-
+    """Number of parameters of a model, by the headers of its safetensors files; None if there are none locally."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -253,10 +246,5 @@ def parameter_count(name: str, revision: str | None = None) -> int | None:
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except Exception:  # not downloaded, or not a name of the Hub: loading the model reports which
             return None
-    count = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                part = tensors.get_slice(key)
-                count += math.prod(part.get_shape()) * (2 if part.get_dtype() == "U8" else 1)
-    return count or None
+    counts = [files.numbers(file).values() for file in folder.glob("*.safetensors")]
+    return sum(count for one in counts for count, _ in one) or None

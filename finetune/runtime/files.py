@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from finetune.errors import UserError
 from finetune.redact import redact
@@ -137,6 +137,37 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> st
         return file.read()
 
 
+def safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file opened at its start: dtype, shape and data_offsets of each tensor by name, and the offset
+    of the data. The format: 8 bytes of header length, JSON header, data.
+
+    Raises:
+        EOFError: the file ends before its header does.
+        ValueError: it is no such file.
+    """
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    content = file.read(min(length, 100_000_000))  # the format's own limit
+    if len(start) < 8 or len(content) < length:
+        raise EOFError("the file ends before its header does")
+    header = json.loads(content)
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def numbers(path: Path) -> dict[str, tuple[int, list[int]]]:
+    """Of each tensor in a safetensors file: how many numbers it has, and its shape. bitsandbytes stores two numbers of
+    4 bits per byte.
+
+    Raises:
+        OSError, EOFError, ValueError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        header, _ = safetensors_header(file)
+    doubled = {name: 2 if one["dtype"] == "U8" else 1 for name, one in header.items()}
+    return {name: (math.prod(one["shape"]) * doubled[name], one["shape"]) for name, one in header.items()}
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError, or ValueError if it is not JSON (deep nesting included)."""
     try:
@@ -168,6 +199,11 @@ def check_name(path: Path, given: str) -> None:
             raise UserError(f"{given} is {path}, whose name is not UTF-8. Give another name.") from None
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest one above it that exists."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Check, before the work, that a file can be written in this place as far as that is known.
 
@@ -183,7 +219,7 @@ def _why_unwritable(path: Path) -> str | None:
         if path.is_dir():
             return "expected a file, got a folder. Give the name of a file"
         check_output(path)
-        above = next(one for one in path.absolute().parents if one.exists())
+        above = existing(path.absolute().parent)
     except (OSError, ValueError) as error:
         return f"{getattr(error, 'strerror', None) or error}. Give another path"
     if not above.is_dir():
