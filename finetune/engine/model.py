@@ -398,11 +398,12 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
         Why packed documents would attend to each other all the same; None if they do not.
     """
     if stack.backend == "transformers":
+        dtype = resolve_dtype(config, stack)
         if stack.device == "cuda" and config.model.attn_implementation is None:
-            attention.use_for_packs(model, resolve_dtype(config, stack))
+            attention.use_for_packs(model, dtype)
         if model.config._attn_implementation in (attention.PACKED, "flex_attention"):
             return None  # the first gets the boundaries from the trainer; the second would compile for the trial
-        if any(distributed.gather_objects(_attends_across_documents(model))):
+        if any(distributed.gather_objects(_attends_across_documents(model, dtype))):
             return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
         return None
     if stack.device != "cuda":
@@ -420,18 +421,22 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
 
 
 @torch.no_grad()
-def _attends_across_documents(model: Any) -> bool:
+def _attends_across_documents(model: Any, dtype: torch.dtype) -> bool:
     """Whether the logits of a packed document change with the document before it. Not every model of transformers
-    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not)."""
-    embedding = model.get_input_embeddings().weight
-    first, tokens, vocabulary, device = 8, 20, embedding.shape[0], next(model.parameters()).device
+    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not).
+
+    Args:
+        dtype: that the run computes in.
+    """
+    device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
+    first, tokens = 8, 20
     ids = torch.arange(tokens, device=device)[None] % vocabulary
     other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
     places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
     keep_4bit_layout(model)
     was_training = model.training
     model.eval()
-    with master_weights.autocast(model):
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # as the trainer calls it
         found, changed = (
             model(input_ids=one, position_ids=places, use_cache=False).logits[0, first:].float() for one in (ids, other)
         )
@@ -439,7 +444,7 @@ def _attends_across_documents(model: Any) -> bool:
     if shard.is_sharded(model):
         shard.reshard(model)
     # Masked positions add nothing, but experts may round differently beside other tokens.
-    in_float32 = device.type == "cpu" and embedding.dtype == torch.float32
+    in_float32 = device.type == "cpu" and dtype == torch.float32  # GPUs may multiply in TF32
     return bool((found - changed).abs().max() > (1e-4 if in_float32 else 0.05) * found.abs().max())
 
 
