@@ -19,6 +19,7 @@ from typing import Any
 from finetune.config.arguments import CONFIG, TRAINER, former
 from finetune.convert.analysis.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.analysis.classify import not_trainers, trainings
+from finetune.convert.analysis.environment import MODEL_FLAGS
 from finetune.convert.analysis.names import Program, effects, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
@@ -227,6 +228,10 @@ def _parts(source: str, free: Set[str | None]) -> Counter[str]:
     return found
 
 
+# Attributes that no kept statement can read for their own sake: set by the trainer, or of no effect on ranks.
+_NOT_READ = "|".join(("tokenizer", "processing_class", *MODEL_FLAGS))
+
+
 def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
     """No kept statement reads what a statement that was left out has assigned, and what a kept one made is saved."""
     live: dict[str, Statement] = {}
@@ -235,7 +240,8 @@ def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
         if entry["outcome"] == "dropped":
             live |= dict.fromkeys(_assigned(statement, entry), statement)
             gone |= _assigned(statement, entry)
-            saved = code.saves(statement.node) and not statement.is_dead and "publish" not in entry["reason"]
+            noted = re.match("saved before training|.*publish", entry["reason"])
+            saved = code.saves(statement.node) and not statement.is_dead and not noted
             if saved and not gone & effects(statement.node).all_reads:
                 raise NotVerified("V4", f"cell {statement.cell}: `{statement.head[:80]}` saves, but was left out")
             continue
@@ -260,8 +266,7 @@ def _assigned(statement: Statement, entry: dict[str, Any]) -> set[str]:
     stored = {
         root(one)
         for one in targets
-        if isinstance(one.ctx, ast.Store)
-        and not re.match(r"os\.environ|\w+\.(tokenizer|processing_class)$", ast.unparse(one))
+        if isinstance(one.ctx, ast.Store) and not re.match(rf"os\.environ|\w+\.({_NOT_READ})$", ast.unparse(one))
     }
     return found.binds | found.may_bind | {name for name in stored if name}
 

@@ -1,4 +1,4 @@
-"""Rewrite the notebook's own statements for the drop-in form: devices, secrets, pushes, saves and written files."""
+"""Rewrite the notebook's own statements for any number of ranks: devices, secrets, pushes, saves and written files."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # hasnot: login(
 # hasnot: load_dotenv
 # says: HUB_TOKEN
-# cause: the same, in the drop-in form: the model is loaded in a function that is called in a loop
+# cause: the same: the model is loaded in a function that is called in a loop
 # %%
 import os
 from dotenv import load_dotenv
