@@ -346,11 +346,11 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(
     generator = (Path(spec.origin).parent / "models" / "rl.py").read_text(encoding="utf-8")
     loaded = type("Loaded", (), {"for_training": None, "max_seq_length": 8, "config": SimpleNamespace()})()
 
-    class OnCpu(trl.SFTConfig):
+    class OnCpu(SFTConfig):
         def __init__(self, folder: str) -> None:
             super().__init__(folder, use_cpu=True, bf16=False)
 
-    monkeypatch.setattr(trl, "SFTConfig", OnCpu)
+    monkeypatch.setattr(former, "SFTConfig", OnCpu)
     assert f"output_dir = '{former.arguments(None, loaded, {}, Overrides()).output_dir}'" in generator
 
 
