@@ -283,3 +283,10 @@ def test_an_empty_shell_line_is_left_out(tmp_path: Path) -> None:
     content["cells"].insert(2, {"cell_type": "code", "metadata": {}, "outputs": [], "source": "!"})
     (tmp_path / "n.ipynb").write_text(json.dumps(content))
     assert convert(tmp_path / "n.ipynb", witness=False).result == "converted"
+
+
+def test_half_of_a_character_is_named(tmp_path: Path) -> None:
+    cell = {"cell_type": "code", "source": "name = '\ud83d'", "metadata": {}, "outputs": [], "execution_count": None}
+    (tmp_path / "n.ipynb").write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]}))
+    ((index, why, _),) = read(tmp_path / "n.ipynb").unparsed
+    assert index == 0 and "half of a character (a lone surrogate)" in why

@@ -265,6 +265,8 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
         ast.unparse(tree)  # fails for an integer of 5,000 digits or 500 nested operators
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = str(error) if isinstance(error, SyntaxError) else f"an expression or a number is too long ({error})"
+        if isinstance(error, UnicodeError):
+            why = "it has half of a character (a lone surrogate), which no file can hold. Delete it"
         notebook.unparsed.append((index, why, source))
         return
     lines = source.split("\n")
