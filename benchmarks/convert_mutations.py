@@ -33,9 +33,8 @@ from finetune.convert.checks import (
     names_are_defined,
     parses,
     safe_on_ranks,
-    trains_the_same,
 )
-from finetune.convert.command import steps, without_secrets
+from finetune.convert.command import steps
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script.report import Conversion
 from finetune.convert.witness import compare as witness
@@ -330,18 +329,15 @@ def asked(checks: dict[str, Callable[[Conversion], Any]], fault: Fault) -> dict[
 def outcomes(path: Path, name: str, count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
     """A line of the record for each fault in a notebook's conversion."""
     notebook, conversion = steps(path)
-    original, _ = without_secrets(path)
     checks: dict[str, Callable[[Conversion], Any]] = {
         "V1": lambda one: parses(one.script),
         "V2": lambda one: names_are_defined(notebook, one.script),
         "V3": lambda one: (safe_on_ranks(one.script), has_its_frame(one)),
         "V4": lambda one: has_every_statement(notebook, one),
-        "V5": lambda one: trains_the_same(original, one.script),
     }
     right = Fault(kind="", what="", conversion=conversion)
     if seen := asked(checks, right):
         raise UserError(f"{name} is not converted: {seen}")
-    comparable = trains_the_same(original, conversion.script)[0]
     chosen = drawn(list(faults(conversion, [one.source for one in notebook.statements])), count, draw)
     of_code = [asked(checks, fault) for fault in chosen]
     start = time.perf_counter()
@@ -358,7 +354,6 @@ def outcomes(path: Path, name: str, count: int, draw: random.Random) -> Iterator
             "what": fault.what,
             "seen": seen,
             "witness": judged[-1][0] if judged[-1][0] != "passed" else status,
-            "V5": comparable[:80],
             "seconds": round(seconds, 1),
         }
 
@@ -403,8 +398,8 @@ def notebooks(count: int, draw: random.Random, folder: Path) -> Iterator[tuple[s
 
 
 def counted(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Faults that each check sees, with and without V5. Without a hand's word, what any check sees is a fault, and what
-    none sees is not."""
+    """Faults that each check sees. Without a hand's word, what any check sees is a fault, and what none sees is not.
+    V5, in records of 2026-11-26 and before, was a tracer that has been removed."""
     real = [line for line in lines if line.get("read", "fault" if line["seen"] else "").startswith("fault")]
     without = [line for line in real if line["seen"].keys() - {"V5"}]
     only = [line for line in real if line["seen"].keys() == {"V5"}]

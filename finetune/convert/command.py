@@ -143,11 +143,9 @@ def _verified(path: Path, witness: bool) -> Any:
     from finetune.convert.checks import NotVerified, verify
 
     notebook, conversion = steps(path)
-    original, _ = without_secrets(path)
-    checks, traces = verify(notebook, conversion, original)
+    checks = verify(notebook, conversion)
     if steps(path)[1] != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
-    _report_sandbox(conversion.report, traces)
     conversion.report["verification"] = checks | {"V6": "passed"}
     return _compared(path, conversion, witness)
 
@@ -203,10 +201,12 @@ def without_secrets(path: Path) -> tuple[Any, list[str]]:
 def _compared(path: Path, conversion: Any, witness: bool) -> Any:
     """The conversion, after a comparison with the notebook's own trainer if `witness`. Raises NotVerified if the script
     trains differently."""
+    from finetune.convert import sandbox
     from finetune.convert.checks import NotVerified
     from finetune.convert.witness.compare import check
 
     verification = conversion.report["verification"]
+    conversion.report["sandbox"] = "nothing ran"
     if not witness:
         verification["witness"] = "off (--no-witness)"
         return conversion
@@ -214,20 +214,11 @@ def _compared(path: Path, conversion: Any, witness: bool) -> Any:
     if found.status == "differs":
         raise NotVerified("witness", found.reason)
     verification["witness"] = "passed" if found.status == "passed" else f"not run: {found.reason}"
+    if sandbox.NOT_CONFINED not in found.reason:
+        conversion.report["sandbox"] = "kernel"
     if found.status != "passed":
         conversion.report["notes"].append(f"not compared with the notebook's own trainer: {found.reason}")
     return conversion
-
-
-def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
-    """Set `sandbox` to `kernel` if the kernel confined the notebook's code, else to `stubs`, with a warning note."""
-    missing = sorted({reason for trace in traces for reason in trace["unconfined"]})
-    report["sandbox"] = "stubs" if missing else "kernel"
-    if missing:
-        report["notes"].append(
-            f"warning: only the recording stubs, not the kernel, confined the notebook's code:"
-            f" {'; '.join(missing)}. Convert untrusted notebooks on Linux 5.13 or newer, on x86-64 or 64-bit ARM."
-        )
 
 
 def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:

@@ -1,17 +1,16 @@
 """Kernel confinement for a process that executes untrusted code.
 
-`confine(profile)` is called in the process itself, after its imports and before any untrusted code. From then on,
+`confine(folder)` is called in the process itself, after its imports and before any untrusted code. From then on,
 seccomp allows a list of system calls, Landlock a list of files, and resource limits bound time, memory and files; none
 of it can be undone. `run` starts such a process and limits it from outside: wall time, bytes of output, environment.
 Uses the standard library only, because it also runs under `python -S`.
 
-Both profiles refuse programs, processes, sockets, signals to other processes, tracing, new mounts and namespaces,
-links, file attributes and every system call that is not listed. A confined process ends with the one that started it.
-PURE can read the interpreter's standard library; it
-cannot write, start threads or map executable memory. LIBRARIES can also read installed packages and what their shared
-libraries need, start threads, and write below one folder. A private tmpfs of limited size is mounted over that folder
-if the kernel permits it (containers often do not). Otherwise it is a temporary folder that `run_libraries` creates and
-removes. `run_libraries` also watches the process from outside: memory, threads, and files in that folder.
+It refuses programs, processes, sockets, signals to other processes, tracing, new mounts and namespaces, links, file
+attributes and every system call that is not listed. A confined process ends with the one that started it. It can read
+the interpreter's standard library, installed packages and what their shared libraries need, start threads, and write
+below one folder. A private tmpfs of limited size is mounted over that folder if the kernel permits it (containers often
+do not). Otherwise it is a temporary folder that `run_libraries` creates and removes. `run_libraries` also watches the
+process from outside: memory, threads, and files in that folder.
 """
 
 from __future__ import annotations
@@ -30,20 +29,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Profile:
-    """What a confined process may use: CPU seconds, bytes of address space and per file, and open files."""
-
-    name: str
-    seconds: int
-    memory: int
-    file_size: int
-    open_files: int
-
-
-PURE = Profile("pure", seconds=4, memory=2 * 2**30, file_size=0, open_files=32)
-LIBRARIES = Profile("libraries", seconds=300, memory=24 * 2**30, file_size=256 * 2**20, open_files=1024)
+SECONDS, MEMORY = 300, 24 * 2**30  # CPU time; address space
+FILE_SIZE, OPEN_FILES = 256 * 2**20, 1024
 
 
 @dataclass(frozen=True)
@@ -60,18 +47,16 @@ class Confinement:
         return not self.missing
 
 
-def confine(profile: Profile, writable: str | None = None) -> Confinement:
-    """Confine this process permanently. `writable`: the folder that LIBRARIES may write to.
+def confine(writable: str) -> Confinement:
+    """Confine this process permanently. `writable`: the folder that it may write to.
 
     The process must have one thread: Landlock applies to the calling thread and those it starts later. Raises
-    RuntimeError otherwise, or if PURE is given a folder. Closes all file descriptors above 2.
+    RuntimeError otherwise. Closes all file descriptors above 2.
     """
-    if profile is PURE and writable:
-        raise RuntimeError("PURE has no writable folder: use LIBRARIES")
     if threading.active_count() > 1 or _threads() > 1:
         raise RuntimeError("cannot confine a process with several threads: confine it before it starts them")
     os.closerange(3, 1 << 16)
-    _limit(profile)
+    _limit()
     if not sys.platform.startswith("linux"):
         return Confinement(missing=[f"{sys.platform} has neither seccomp nor Landlock"])
     machine = _MACHINES.get(os.uname().machine)
@@ -82,18 +67,18 @@ def confine(profile: Profile, writable: str | None = None) -> Confinement:
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         return Confinement(missing=[f"no_new_privs: {_reason()}"])
     missing = []
-    tmpfs = writable is not None and _mount_tmpfs(libc, writable)
-    version = _landlock(libc, profile, writable)
-    if version < 3 and profile is LIBRARIES:  # before version 3, read-only files could be truncated
+    tmpfs = _mount_tmpfs(libc, writable)
+    version = _landlock(libc, writable)
+    if version < 3:  # before version 3, read-only files could be truncated
         why = "version 3 is needed (Linux 6.2)" if version > 0 else os.strerror(-version)
         missing.append(f"Landlock: {why}")
-    seccomp = _seccomp(libc, program(profile, machine, os.getpid(), files=version > 0))
+    seccomp = _seccomp(libc, program(machine, os.getpid()))
     if seccomp:
         missing.append(f"seccomp: {seccomp}")
     return Confinement(seccomp=not seccomp, landlock=max(version, 0), tmpfs=tmpfs, missing=missing)
 
 
-FOLDER_BYTES, FOLDER_FILES = 2**30, 50_000  # in the folder that LIBRARIES may write to
+FOLDER_BYTES, FOLDER_FILES = 2**30, 50_000  # in the writable folder
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 0x4000, 0x40000
 
@@ -123,13 +108,13 @@ def _reason() -> str:
     return os.strerror(ctypes.get_errno())
 
 
-def _limit(profile: Profile) -> None:
+def _limit() -> None:
     try:
         import resource
     except ImportError:  # Windows
         return
-    limits = {"AS": profile.memory, "CPU": profile.seconds, "FSIZE": profile.file_size, "CORE": 0}
-    limits |= {"NOFILE": profile.open_files, "MSGQUEUE": 0, "MEMLOCK": 0}
+    limits = {"AS": MEMORY, "CPU": SECONDS, "FSIZE": FILE_SIZE, "CORE": 0}
+    limits |= {"NOFILE": OPEN_FILES, "MSGQUEUE": 0, "MEMLOCK": 0}
     for name, limit in limits.items():
         try:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -153,11 +138,9 @@ _SYSTEM_FILES = (
 ).split()
 
 
-def _readable(profile: Profile) -> list[str]:
-    """The paths that a profile may read."""
+def _readable() -> list[str]:
+    """The paths that it may read."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
-    if profile is PURE:
-        return [standard]
     installed = [path for path in sys.path if os.path.isabs(path)]
     return [standard, sys.prefix, sys.base_prefix, *installed, *_own_packages(), *_SYSTEM_FILES]
 
@@ -168,8 +151,8 @@ def _own_packages() -> list[str]:
     return [os.path.join(root, name) for name in ("finetune", "patches")]
 
 
-def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:
-    """Restrict this process to the profile's files. Returns the ABI version in force, or the negated error number."""
+def _landlock(libc: Any, writable: str) -> int:
+    """Restrict this process to these files. Returns the ABI version in force, or the negated error number."""
     version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
     if version <= 0:
         return -ctypes.get_errno()
@@ -180,11 +163,8 @@ def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:
     ruleset = libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:
         return -ctypes.get_errno()
-    rules = {path: _READ for path in _readable(profile)}
-    if profile is LIBRARIES:
-        rules["/dev/null"] = _READ | _WRITE_FILE
-    if writable:
-        rules[writable] = _WRITE
+    rules = {path: _READ for path in _readable()}
+    rules |= {"/dev/null": _READ | _WRITE_FILE, writable: _WRITE}
     try:
         for path, rights in rules.items():
             failed = _allow(libc, ruleset, path, rights & handled)
@@ -242,17 +222,13 @@ process_madvise 440 440; move_mount 429 429; fsopen 430 430; fsmount 432 432; op
 reboot 169 142; swapon 167 224; swapoff 168 225; acct 163 89; settimeofday 164 170; clock_settime 227 112;
 clock_adjtime 305 266; adjtimex 159 171; sethostname 170 161; iopl 172 -; ioperm 173 -
 """
-_BOTH = """
+_ALLOWED = """
 read write readv writev pread64 pwrite64 close close_range fstat lseek munmap mremap madvise brk rt_sigaction
 rt_sigprocmask rt_sigreturn sigaltstack futex futex_waitv get_robust_list set_robust_list set_tid_address rseq exit
 exit_group getpid gettid getppid getuid geteuid getgid getegid getgroups clock_gettime clock_getres clock_nanosleep
 nanosleep gettimeofday time times getrusage setitimer getitimer sched_yield getcpu uname sysinfo getrandom
 restart_syscall poll ppoll select pselect6 arch_prctl getrlimit dup dup2 dup3
-""".split()
-_PATHS = """
 newfstatat stat lstat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd statfs fstatfs
-""".split()
-_LIBRARIES = """
 mmap mprotect open openat pipe pipe2 eventfd2 epoll_create1 epoll_ctl epoll_wait epoll_pwait timerfd_create
 timerfd_settime timerfd_gettime mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 ftruncate fallocate fsync
 fdatasync flock fadvise64 copy_file_range sendfile membarrier get_mempolicy mbind set_mempolicy umask msync mincore
@@ -273,7 +249,6 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 
-_FOR_WRITING = 0o3 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1034)  # duplicate, flags, locks; not owners, signals or leases
 _IOCTL = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)  # terminal queries, blocking mode, close-on-exec
 _PRCTL = (3, 15, 16, 0x53564D41)  # names of threads and of memory
@@ -293,10 +268,10 @@ def _answer(error: int) -> Instruction:
     return (_RETURN, 0, 0, _ERRNO | error)
 
 
-def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Instruction]]:
+def _checked(process: int) -> dict[str, list[Instruction]]:
     """Calls that are allowed for some arguments."""
     own = (0, process)
-    checks = {
+    return {
         "ioctl": _when(1, _IOCTL),
         "fcntl": _when(1, _FCNTL),
         "prctl": _when(0, _PRCTL),
@@ -304,18 +279,13 @@ def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Inst
         "tgkill": _when(0, [process]),
         "sched_getaffinity": _when(0, own),
         "prlimit64": _when(0, own) + _when(2, [0]) + _when(2, [0], half=1),  # get only
+        "clone": _when(0, [_THREAD], mask=_THREAD) + _when(0, [0], mask=_NAMESPACES),
+        "sched_setaffinity": _when(0, own),
     }
-    if profile is LIBRARIES:
-        clone = _when(0, [_THREAD], mask=_THREAD) + _when(0, [0], mask=_NAMESPACES)
-        return checks | {"clone": clone, "sched_setaffinity": _when(0, own)}
-    checks |= {"mmap": _when(2, [0], mask=4), "mprotect": _when(2, [0], mask=4)}  # nothing executable
-    if files:
-        checks |= {"open": _when(1, [0], mask=_FOR_WRITING), "openat": _when(2, [0], mask=_FOR_WRITING)}
-    return checks
 
 
-def program(profile: Profile, machine: tuple[int, int], process: int, *, files: bool) -> bytes:
-    """The BPF program. `files`: Landlock is in force; without it PURE cannot open any file."""
+def program(machine: tuple[int, int], process: int) -> bytes:
+    """The BPF program."""
     column, architecture = machine
     numbers = {name: own[column] for name, *own in (item.split() for item in _NUMBERS.split(";"))}
     code: list[Instruction] = [
@@ -332,17 +302,11 @@ def program(profile: Profile, machine: tuple[int, int], process: int, *, files: 
             if numbers[name] != "-":
                 code.extend([(_EQUAL, 0, 1, int(numbers[name])), answer])
 
-    allowed = [
-        *_BOTH,
-        *(_PATHS if files or profile is LIBRARIES else ()),
-        *(_LIBRARIES if profile is LIBRARIES else ()),
-    ]
-    on(allowed, (_RETURN, 0, 0, _ALLOW))
-    for name, checks in _checked(profile, process, files).items():
+    on(_ALLOWED, (_RETURN, 0, 0, _ALLOW))
+    for name, checks in _checked(process).items():
         if numbers[name] != "-":
             code.extend([(_EQUAL, 0, len(checks) + 1, int(numbers[name])), *checks, (_RETURN, 0, 0, _ALLOW)])
-    if profile is LIBRARIES:
-        on(_PRETENDED, _answer(0))
+    on(_PRETENDED, _answer(0))
     on(_DEADLY, (_RETURN, 0, 0, _KILL))
     on(_NOT_THERE, _answer(errno.ENOSYS))
     code += [(_AT_LEAST, 0, 1, _NEWEST), _answer(errno.ENOSYS), _answer(errno.EPERM)]
@@ -467,7 +431,7 @@ def _end(process: Any) -> None:
 
 
 def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int = 2**24) -> Finished:
-    """Run a Python file with the installed packages, under LIBRARIES. It can write only to its working directory, which
+    """Run a Python file with the installed packages, confined. It can write only to its working directory, which
     is removed afterwards. If the kernel does not grant the whole profile, nothing runs (exit code 70)."""
     import tempfile
 
@@ -487,6 +451,7 @@ def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int 
         remove(folder)
 
 
+NOT_CONFINED = "not run, because the kernel cannot confine it"
 RESIDENT = 8 * 2**30  # bytes; RLIMIT_AS has to be larger, because torch reserves more than it uses
 THREADS = 4096  # libraries start some for each processor; RLIMIT_NPROC does not hold for root
 
@@ -540,13 +505,13 @@ def remove(folder: str) -> None:
 
 
 def main() -> None:
-    """`python -s -P sandbox.py FOLDER FILE`: run a Python file under LIBRARIES."""
+    """`python -s -P sandbox.py FOLDER FILE`: run a Python file confined."""
     folder, path = sys.argv[1:]
     with open(path, "rb") as stream:
         code = compile(stream.read(), path, "exec")
-    granted = confine(LIBRARIES, folder)
+    granted = confine(folder)
     if not granted.complete:
-        sys.stderr.write(f"not run, because the kernel cannot confine it: {'; '.join(granted.missing)}\n")
+        sys.stderr.write(f"{NOT_CONFINED}: {'; '.join(granted.missing)}\n")
         raise SystemExit(70)
     sys.argv = [path]
     # Its own copy of the builtins: what untrusted code sets in the module does not change this program.

@@ -90,12 +90,15 @@ class Reading:
     text_field:      the column of text, by SFTConfig's dataset_text_field
     text_only:       no other column, because it was given to the trainer, as to TRL before 0.13
     text_first:      before messages and formatting_func, as with Unsloth's trainer
+    hides_pairs:     formatting_func's text instead of prompt and completion, as in TRL before 0.15; TRL fails on the
+                     two today unless `completion_only_loss` is set
     """
 
     formatting_func: Callable[[Any], Any] | None
     text_field: str
     text_only: bool
     text_first: bool
+    hides_pairs: bool = False
 
     def column(self, columns: list[str]) -> str | None:
         """The one column that is read of rows with these columns; None for TRL's own order."""
@@ -139,6 +142,7 @@ def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Re
         text_field=args.dataset_text_field,
         text_only=bool(given_field) and not packs,
         text_first=backbone.of_unsloth(model) and not args.assistant_only_loss,
+        hides_pairs=args.completion_only_loss is None,
     )
 
 

@@ -225,6 +225,7 @@ def unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> N
     """
     changed = {name for one, former in created_with for name, now in _fields_of(one).items() if now != former[name]}
     changed |= vars(trainer).keys() & _METHODS.keys()
+    changed |= {"args"} if trainer.args is not created_with[-1][0] else set()
     if changed:
         names = ", ".join(sorted(changed))
         raise Refused(f"{names}: changed after the trainer was created. Set it before, in SFTConfig or SFTTrainer.")

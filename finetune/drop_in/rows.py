@@ -58,6 +58,7 @@ def source(rows: Any, name: str, reading: Reading) -> Source:
     tokenized = "input_ids" in rows.column_names
     column = None if tokenized else reading.column(rows.column_names)
     formats = reading.formatting_func if not tokenized and column is None else None
+    hidden = {"prompt", "completion"} & set(rows.column_names) if formats is not None and reading.hides_pairs else ()
     batched = formats is not None and reading.takes_batches(plain)
     if column is not None:
         print_line(f"{name}: only the column {column!r} is read, {reading.why}.")
@@ -71,11 +72,13 @@ def source(rows: Any, name: str, reading: Reading) -> Source:
             if column is not None:
                 yield {"text": row[column]}, where
             else:
-                yield (dict(row) if formats is None else {**row, "text": formatted(formats, row, where)}), where
+                own = {key: value for key, value in row.items() if key not in hidden}
+                yield (own if formats is None else {**own, "text": formatted(formats, row, where)}), where
 
     transform = rows.format["format_kwargs"].get("transform") if custom else None
     identity = [content_digest(rows), code_digest(formats, transform)]
     identity += [column, batched] if batched or column is not None else []
+    identity += ["text alone"] if hidden else []
     text_field = "text" if formats is not None or column is not None else reading.text_field
     return Source(name=name, open=read, identity=identity, text_field=text_field, as_trl=True)
 

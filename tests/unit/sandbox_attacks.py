@@ -1,7 +1,6 @@
 """Attacks on the sandbox, run by test_sandbox_attacks.py as a program: `python -I sandbox_attacks.py MODE FOLDER`.
 
-Each attack runs in a forked process, without any of the Python stubs: confined by the kernel alone (MODE is `pure` or
-`libraries`), or not at all (`none`). What it did outside is looked for afterwards: in its folder, in this process (its
+Each attack runs in a forked process, confined by the kernel (MODE is `confined`) or not at all (`none`). What it did outside is looked for afterwards: in its folder, in this process (its
 memory, limits, signals), in sockets that listen here, in what it wrote to its output. The names of those that did
 something are printed as JSON. Uses the standard library only.
 """
@@ -509,7 +508,7 @@ def attempt(name, mode, root, watch):
             os.dup2(writer, 1)
             os.dup2(writer, 2)
             if mode != "none":
-                confine(mode, root)
+                confine(root)
             ATTACKS[name](place)
         os._exit(0)
     os.close(writer)
@@ -523,9 +522,8 @@ def attempt(name, mode, root, watch):
     return effect or os.environ["ATTACK_SECRET"].encode() in output
 
 
-def confine(mode, root):
-    writable = str(root / "writable") if mode == "libraries" else None
-    granted = sandbox.confine({"pure": sandbox.PURE, "libraries": sandbox.LIBRARIES}[mode], writable)
+def confine(root):
+    granted = sandbox.confine(str(root / "writable"))
     if not granted.complete:
         raise RuntimeError(granted)
 

@@ -26,7 +26,6 @@ FLOORS = (
     {"advise"},
     {"cli", "completion"},
 )
-STUBS = PACKAGE / "convert" / "stubs"  # runs as a program of its own, without the package
 MODULES = {
     ".".join(("finetune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -40,9 +39,8 @@ def imported_names(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 or (node.level == 1 and path.parent == STUBS), f"{path}: relative import"
-            module = f"finetune.convert.stubs.{node.module}" if node.level else node.module
-            found |= {f"{module}.{alias.name}" for alias in node.names}
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 

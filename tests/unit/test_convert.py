@@ -24,7 +24,6 @@ from finetune.convert.command import Outcome, convert, steps
 from finetune.convert.notebook.read import Refusal, read
 from finetune.convert.script.report import Conversion, slug
 from finetune.convert.source import formatted, ruff
-from finetune.convert.trace import trace_notebook
 from finetune.errors import UserError
 
 INSTALL = '%%capture\nimport os\nif "COLAB_" not in "".join(os.environ.keys()):\n    !pip install unsloth\nelse:\n    !pip install "trl==0.22.2" \\\n        "peft>=0.17"'
@@ -165,7 +164,7 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
     assert all(item["outcome"] == "kept" or item["reason"] for item in report["statements"])
     assert {item["outcome"] for item in report["statements"]} == {"kept", "rewritten", "dropped"}
     assert report["requirements"] == ["peft>=0.17", "trl==0.22.2"]
-    assert report["verification"] == {f"V{number}": "passed" for number in range(1, 7)} | {
+    assert report["verification"] == {f"V{number}": "passed" for number in (1, 2, 3, 4, 6)} | {
         "witness": "off (--no-witness)"
     }
 
@@ -232,7 +231,7 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES)
 def test_each_style_trains_the_same(style: str, notebook: Callable[..., Path]) -> None:
     report = converted(notebook(*with_cells(**STYLES[style]))).report
-    assert report["verification"]["V5"] == "passed"
+    assert report["verification"]["V4"] == "passed"
 
 
 HUB = """import torch
@@ -385,7 +384,7 @@ def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path]) ->
     conversion = converted(notebook(HUB, *cells))
     assert [word for word in there if word not in conversion.script] == []
     assert [word for word in not_there if word in conversion.script] == []
-    assert conversion.report["verification"]["V5"] == "passed"
+    assert conversion.report["verification"]["V4"] == "passed"
 
 
 NOTES = {
@@ -537,7 +536,7 @@ KEPT = {
 @pytest.mark.process
 @pytest.mark.parametrize("case", KEPT)
 def test_what_no_setting_can_say_stays_code(case: str, notebook: Callable[..., Path]) -> None:
-    assert converted(notebook(*with_cells(**KEPT[case]))).report["verification"]["V5"] == "passed"
+    assert converted(notebook(*with_cells(**KEPT[case]))).report["verification"]["V4"] == "passed"
 
 
 @pytest.mark.process
@@ -797,61 +796,6 @@ def test_check_prints_a_table_and_writes_nothing(
     assert not list(tmp_path.glob("*.py"))
 
 
-# --- hostile notebooks ------------------------------------------------------------------------------------------------
-
-HOSTILE = {
-    "files": 'open("{mark}", "w").write("x")',
-    "shell": 'import os\nos.system("touch {mark}")',
-    "process": 'import subprocess\nsubprocess.run(["touch", "{mark}"])',
-    "pathlib": 'from pathlib import Path\nPath("{mark}").write_text("x")',
-    "a path's parts": 'from pathlib import Path\nfor name in ("touch", "unlink", "rmdir"):\n    getattr(Path("{mark}").parent / "mark", name)()',
-    "exec": "exec('import os; os.system(\"touch {mark}\")')",
-    "import": '__import__("os").system("touch {mark}")',
-    "subclasses": "for c in ().__class__.__base__.__subclasses__():\n    if c.__name__ == '_wrap_close':\n        c.__init__.__globals__['system']('touch {mark}')",
-    "getattr": "getattr(getattr((), '__cla' + 'ss__'), '__ba' + 'se__')",
-    "lying name": "class S(str):\n    def __eq__(self, other):\n        return False\n    def __hash__(self):\n        return 1\n    def startswith(self, x):\n        return False\ngetattr((), S('__reduce__'))",
-    "frame": "def g():\n    yield\nx = g()\nx.gi_frame.f_back.f_globals['sys'].modules['posix'].system('touch {mark}')",
-    "type": "type('X', (), {})",
-    "json": "import json\njson.codecs.open('{mark}', 'w')",
-    "dataclasses": "import dataclasses\ndataclasses.sys.modules['posix'].mkdir('{mark}')",
-}  # fmt: skip
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("attack", HOSTILE)
-def test_nothing_outside_is_reached(attack: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    path = notebook(HOSTILE[attack].replace("{mark}", str(mark)))
-    for trace in trace_notebook(read(path).statements):
-        assert trace["failed"] or all(item["kind"] in ("call", "change") for item in trace["events"])
-    assert not mark.exists()
-
-
-@pytest.mark.process
-def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The audit hook alone: even code that holds the real modules opens nothing."""
-    from finetune.convert import trace
-
-    program = (
-        "import sys; sys.argv = ['x']\n"
-        f"sys.path.insert(0, {str(Path(trace.__file__).parent)!r})\n"
-        "import os, socket, subprocess, shutil, stubs\n"
-        "stubs.lock()\n"
-        "for attempt in (lambda: open('/etc/hostname'), lambda: os.system('true'), lambda: os.remove('x'), lambda: socket.socket(),\n"
-        "                lambda: subprocess.run(['true']), lambda: os.listdir('.'), lambda: shutil.rmtree('x'), lambda: os.fork()):\n"
-        "    try:\n        attempt()\n    except stubs.Unsafe:\n        continue\n    sys.exit(5)\n"
-    )
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("cells", [{"after": "while True:\n    pass"}, {"extra": "x = 9**9**9"}])
-def test_what_does_not_end_ends_no_conversion(cells: dict[str, str], notebook: Callable[..., Path]) -> None:
-    report = converted(notebook(*with_cells(**cells))).report
-    assert "after" in cells or "does not finish" in report["verification"]["V5"]
-
-
 # --- the verification -------------------------------------------------------------------------------------------------
 
 
@@ -862,12 +806,12 @@ def test_every_deletion_is_seen(notebook: Callable[..., Path]) -> None:
     )
     path = notebook(*cells)
     found, conversion = steps(path)
-    verify(found, conversion, read(path))
+    verify(found, conversion)
     for gone, script in mutants(conversion.script):
         if gone.startswith("set_seed"):
             continue  # added by the converter
         with pytest.raises(NotVerified):
-            verify(found, replace(conversion, script=script), read(path))
+            verify(found, replace(conversion, script=script))
             pytest.fail(f"nobody sees that `{gone}` is gone")
 
 
@@ -891,10 +835,9 @@ def test_a_script_that_fails_is_not_written(
         return found, replace(conversion, script=conversion.script.replace("random_state=7", "random_state=8"))
 
     monkeypatch.setattr(command, "steps", another_rate)
-    monkeypatch.setattr("finetune.convert.checks.has_every_statement", lambda notebook, conversion: None)
     path = notebook(*with_cells())
     assert main([str(path), "--out", str(tmp_path / "out"), "--no-witness"]) == 1
-    assert "V5" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "V4" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_refusal_and_outcome_are_told() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from finetune.convert import main
-from finetune.convert.checks import NotVerified, has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
+from finetune.convert.checks import NotVerified, has_every_statement, has_its_frame, safe_on_ranks
 from finetune.convert.command import convert, steps
-from finetune.convert.notebook.read import Refusal, read
+from finetune.convert.notebook.read import Refusal
 
-pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
+pytestmark = pytest.mark.process  # ruff runs in a process of its own
 
 LOAD = """import os, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -104,7 +104,7 @@ def test_the_notebooks_code_in_its_order(notebook: Callable[..., Path]) -> None:
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert "device_map={'': PartialState().device}" in text
-    passed = dict.fromkeys(("V1", "V2", "V3", "V4", "V5", "V6"), "passed")
+    passed = dict.fromkeys(("V1", "V2", "V3", "V4", "V6"), "passed")
     assert conversion.report["verification"] == passed | {"witness": "off (--no-witness)"}
     assert script.rstrip().endswith('if __name__ == "__main__":\n    main()')
 
@@ -394,7 +394,7 @@ REFUSED = {
     "modules of a repository": ({"before": _OWN_MODULE}, "R4", "it imports mine, a module that is not in the notebook"),
     "an unknown argument": ({"trainer": TRAINER.replace("max_seq_length", "bogus")}, "R4", "no argument `bogus`"),
     "another loss": ({"config": CONFIG.replace('output_dir="out"', 'label_smoothing_factor=0.1')}, "R4", "changes the loss"),
-    "a later setting": ({"trainer": TRAINER + "\ntrainer.args.learning_rate = 1"}, "R4", "after it is created"),
+    "a later setting": ({"trainer": TRAINER + "\ntrainer.args.learning_rate = 1"}, "R4", "after the trainer is created"),
     "parallel by hand": ({"before": "model = torch.nn.DataParallel(model)"}, "R4", "DataParallel"),
     "names at run time": ({"before": "rows = globals()['rows']"}, "R4", "only exist at run time"),
     "two adapters": ({"before": "pc = LoraConfig()\nmodel = get_peft_model(model, pc)\nmodel = get_peft_model(model, pc)"}, "R2", "called twice"),
@@ -429,24 +429,6 @@ def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
         assert old in script
         with pytest.raises(NotVerified, match=word):
             safe_on_ranks(script.replace(old, new, 1))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("max_seq_length=512", "max_seq_length=511"),
-        ("rows.map(to_text)", "rows"),
-        ("warmup_ratio=0.1", "warmup_ratio=0.2"),
-        ("r=8", "r=4"),
-        ('"acme/tiny"', '"acme/other"'),
-    ],
-)
-def test_a_script_that_trains_otherwise_is_seen(old: str, new: str, notebook: Callable[..., Path]) -> None:
-    path = notebook()
-    script = converted(path).script
-    assert old in script and trains_the_same(read(path), script)[0] == "passed"
-    with pytest.raises(NotVerified, match="V5"):
-        trains_the_same(read(path), script.replace(old, new, 1))
 
 
 # --- what the script brings with it -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from finetune.convert.analysis.names import Program
 from finetune.convert.command import steps
 from finetune.convert.notebook.read import read
 
-pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
+pytestmark = pytest.mark.process  # ruff runs in a process of its own
 
 HEAD = """from unsloth import FastLanguageModel
 from datasets import Dataset

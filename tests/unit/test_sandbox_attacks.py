@@ -1,4 +1,4 @@
-"""What the kernel alone keeps in, without the Python stubs; and what the stubs keep in, through the shipped path."""
+"""What the kernel keeps in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.convert import sandbox, trace
-from finetune.convert.command import convert
-from finetune.convert.notebook.read import Refusal
+from finetune.convert import command, sandbox
 
 pytestmark = pytest.mark.process
 
@@ -20,9 +18,9 @@ NEEDED = 60
 
 
 def confined() -> bool:
-    """Whether this kernel grants both profiles, asked in a process that ends."""
+    """Whether this kernel confines a process, asked in a process that ends."""
     program = f"import sys; sys.path.append({str(Path(sandbox.__file__).parent)!r})\nimport sandbox\n"
-    program += "print(sandbox.confine(sandbox.LIBRARIES, '/tmp').complete)"
+    program += "print(sandbox.confine('/tmp').complete)"
     return sandbox.run([sys.executable, "-I", "-S", "-c", program], seconds=60, output=99).output.strip() == b"True"
 
 
@@ -32,11 +30,10 @@ kernel = pytest.mark.skipif(
 
 
 @kernel
-@pytest.mark.parametrize("mode", ["pure", "libraries"])
-def test_no_attack_reaches_outside_the_sandbox(mode: str, attacks: dict[str, list[str]], tmp_path: Path) -> None:
+def test_no_attack_reaches_outside_the_sandbox(attacks: dict[str, list[str]], tmp_path: Path) -> None:
     assert len(attacks["did"]) >= NEEDED, "too few attacks work unconfined for a proof"
     assert set(attacks["all"]) - set(attacks["did"]) <= set(attacks["optional"])
-    assert not run_attacks(mode, tmp_path / "place")["did"]
+    assert not run_attacks("confined", tmp_path / "place")["did"]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +90,6 @@ def test_the_libraries_work_inside_and_reach_nothing_outside(tmp_path: Path, mon
         assert found["kind"] == ["tmpfs"]
 
 
-@kernel
-def test_a_conversion_is_confined_by_the_kernel() -> None:
-    outcome = convert(Path(__file__).parents[2] / "examples" / "notebooks" / "full_text.ipynb")
-    assert outcome.conversion.report["sandbox"] == "kernel"
-
-
 def test_time_and_output_are_bounded_from_outside() -> None:
     command = [sys.executable, "-I", "-S", "-c"]
     assert sandbox.run([*command, "while True: pass"], seconds=0.5, output=10).why == "seconds"
@@ -125,10 +116,9 @@ def test_a_filled_folder_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("profile", [sandbox.PURE, sandbox.LIBRARIES], ids=["pure", "libraries"])
-def test_the_filter_fits_the_kernel(machine: str, profile: sandbox.Profile) -> None:
+def test_the_filter_fits_the_kernel(machine: str) -> None:
     """Every jump ends inside the program, which ends with a verdict."""
-    code = sandbox.program(profile, sandbox._MACHINES[machine], 1, files=True)
+    code = sandbox.program(sandbox._MACHINES[machine], 1)
     steps = [(code[n], code[n + 2], code[n + 3]) for n in range(0, len(code), 8)]
     assert len(steps) < 4096 and steps[-1][0] == 6
     assert all(place + 1 + max(yes, no) < len(steps) for place, (what, yes, no) in enumerate(steps) if what != 6)
@@ -136,62 +126,17 @@ def test_the_filter_fits_the_kernel(machine: str, profile: sandbox.Profile) -> N
 
 # --- the shipped path -------------------------------------------------------------------------------------------------
 
-FIELD = """from dataclasses import dataclass
-@dataclass(init=False, repr=False)
-class C:
-    x = 0
-    __annotations__ = {"x or <ANY>": int}
-same = C() == C()"""
-FORK = "__import__('_posixsubprocess').fork_exec([b'/usr/bin/touch', b'MARK'], [b'/usr/bin/touch'], True, (), None, None, -1, -1, -1, -1, -1, -1, 2, 2, False, False, 0, None, None, None, -1, None, False)"  # fmt: skip  # noqa: E501
-ESCAPES = {
-    "a program by a field's name": FIELD.replace("<ANY>", FORK),
-    "the cage lifted by a field's name": FIELD.replace("<ANY>", "__import__('gc').get_objects()"),
-    "annotations by an import": "import json as __annotations__",
-    "annotations by a pattern": "match 1:\n    case __annotations__:\n        pass",
-    "an attribute by a pattern": "match len:\n    case object(__self__=x):\n        pass",
-    "a class of classes": "C = ().__class__.__class__('C', (), {})",
-    "a class of classes by map": "C = list(map(object.__class__, ['C'], [()], [{}]))",
-    "globals by format": "x = '{0.__init__.__globals__}'.format(tokenizer)",
-    "globals by format_map": "x = '{a.__init__.__globals__}'.format_map({'a': print})",
-    "globals by format in a list": "x = list(map('{0.__globals__}'.format, [print]))",
-    "globals by the class's format": "x = str.format('{0.__globals__}', print)",
-    "globals by getattr": "x = getattr('{0.__globals__}', 'format')(print)",
-    "globals in a width": "x = '{0:{1.__globals__}}'.format(1, print)",
-    "globals by wraps": "import functools\nfunctools.wraps(print, assigned=('__globals__',))(lambda: 0)",
-}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "notebooks" / "full_text.ipynb"
 
 
-@pytest.mark.parametrize("escape", ESCAPES)
-def test_known_escapes_are_refused(escape: str, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    source = ESCAPES[escape].replace("MARK", str(mark))
-    traces = trace._run([{"statements": [(1, source)], "yaml": {}, "assumed": True}])
-    assert traces[0]["failed"].get("1", "").startswith(("unsafe", "TypeError: wraps")), traces[0]["failed"]
-    assert not mark.exists()
+def test_without_the_witness_nothing_of_a_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "run", lambda *_, **__: pytest.fail("it ran"))
+    report = command.convert(EXAMPLE).conversion.report
+    assert report["sandbox"] == "nothing ran"
 
 
-def test_a_notebook_with_an_escape_writes_nothing(tmp_path: Path) -> None:
-    mark, path = tmp_path / "mark", tmp_path / "bad.ipynb"
-    example = Path(__file__).parents[2] / "examples" / "notebooks" / "qlora_alpaca.ipynb"
-    content = json.loads(example.read_text())
-    cell = {"cell_type": "code", "metadata": {"__reduce__": "x"}, "outputs": [{"data": "<script>"}], "source": ""}
-    content["cells"].insert(0, cell | {"source": FIELD.replace("<ANY>", FORK.replace("MARK", str(mark)))})
-    path.write_text(json.dumps(content))
-    convert(path)
-    assert not mark.exists() and sorted(os.listdir(tmp_path)) == ["bad.ipynb"]
-
-
-@pytest.mark.parametrize("answer", ["[]", "{}", '{"results": [1], "missing": []}', "[" * 99_999])
-def test_an_answer_of_another_shape_is_refused(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Finished(0, answer.encode(), b""))
-    with pytest.raises(Refusal):
-        trace._run([{}])
-
-
-def test_a_kernel_that_does_not_confine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(__file__).parents[2] / "examples" / "notebooks" / "full_text.ipynb"
-    missing = "stubs.main(lambda: ['seccomp: not here'])"
-    program = trace._PROGRAM.replace("stubs.main(lambda: sandbox.confine(sandbox.PURE).missing)", missing)
-    monkeypatch.setattr(trace, "_PROGRAM", program)
-    report = convert(example).conversion.report
-    assert report["sandbox"] == "stubs" and "seccomp: not here" in report["notes"][-1]
+def test_a_kernel_that_does_not_confine_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = f"{sandbox.NOT_CONFINED}: seccomp: not here".encode()
+    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Finished(70, b"", missing))
+    report = command.convert(EXAMPLE, witness=True).conversion.report
+    assert report["sandbox"] == "nothing ran" and "seccomp: not here" in report["notes"][-1]

@@ -6,15 +6,16 @@ The package has its own trainer and loss. What a notebook sets on TRL's would ha
 from __future__ import annotations
 
 import ast
-from typing import Any
+from collections.abc import Set
+from typing import NoReturn
 
 from finetune.convert.analysis.names import Program
-from finetune.convert.notebook.read import Refusal
-from finetune.convert.trace import Trace, event_of, training_events
+from finetune.convert.notebook.read import Refusal, Statement
 
 # The package trains without some functions of these, so a replacement might not be called.
 _REPLACED = ("trl", "transformers", "torch", "accelerate", "unsloth", "unsloth_zoo")
 _NO_EFFECT = ("is_model_parallel", "place_model_on_device", "can_return_loss", "label_names")
+_ROWS = ("train_dataset", "eval_dataset")  # SFTTrainer takes others
 _SETS_UP = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "init_hf_repo")
 
 
@@ -35,7 +36,9 @@ def refuse_patches(program: Program, train: int) -> None:
 
 
 def _set_attributes(node: ast.AST) -> list[tuple[ast.Attribute, ast.expr]]:
-    """Attributes that a node sets, with their values: `a.b = c` and `setattr(a, "b", c)`."""
+    """Attributes that a node sets, with their values: `a.b = c`, `a.b += c` and `setattr(a, "b", c)`."""
+    if isinstance(node, ast.AugAssign):
+        return [(node.target, node.value)] if isinstance(node.target, ast.Attribute) else []
     if isinstance(node, ast.Assign):
         return [(one, node.value) for one in node.targets if isinstance(one, ast.Attribute)]
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and len(node.args) == 3:
@@ -68,47 +71,34 @@ def _is_definition(program: Program, name: str) -> bool:
     )  # fmt: skip
 
 
-def refuse_length_of_model(program: Program, trace: Trace) -> None:
-    """Refuse (R4) `model.max_seq_length = ...`, the length that Unsloth's trainer takes."""
-    for item in training_events(trace):
-        detail = item["detail"]
-        if (
-            item["kind"] == "change"
-            and item.get("role") == "model"
-            and detail[1:4] == ["", "setattr", "max_seq_length"]
-        ):
-            statement = program.statements[program.position(item["statement"])]
-            reason = f"`{statement.head[:80]}` sets the length of the rows; give max_seq_length to from_pretrained"
-            raise Refusal("R4", reason, statement.cell)
+def refuse_late_changes(program: Program, trainers: Set[str], train: int) -> None:
+    """Refuse (R4) statements between the trainer's creation and `train()` that change it or its arguments. What a
+    function changes, SFTTrainer refuses when the script runs."""
+    owners: set[str] = set()  # the trainer and its arguments, once it is created
+    for place, statement in enumerate(program.statements[:train]):
+        node, e = statement.node, program.effects[place]
+        call = getattr(node, "value", None)
+        if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and e.binds & trainers:
+            given = {item.arg: item.value for item in call.keywords}.get("args")
+            owners |= {name for one in e.binds & trainers for name in (one, f"{one}.args")}
+            owners |= {given.id} if isinstance(given, ast.Name) else set()
+            continue
+        owners -= e.binds
+        if not owners or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for inner in ast.walk(node):
+            for target, _ in _set_attributes(inner):
+                allowed = (*_NO_EFFECT, *_ROWS, *(_TOKENIZER if gives_own_tokenizer(program, place) else ()))
+                if ast.unparse(target.value) in owners and target.attr not in allowed:
+                    _refuse_late(statement, target.attr, "changed", "set it before, in SFTConfig or SFTTrainer")
+            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in _SETS_UP:
+                if ast.unparse(inner.func.value) in owners:
+                    _refuse_late(statement, inner.func.attr, "called", "leave it out")
 
 
-def refuse_late_changes(program: Program, trace: Trace, *, rows: bool = False) -> None:
-    """Refuse (R4) changes of the trainer or of its arguments between its creation and `train()`.
-
-    Args:
-        rows: the script's trainer takes another `train_dataset` or `eval_dataset`.
-    """
-    events = training_events(trace)
-    trainer = event_of(trace, "trainer")
-    if trainer is None or events[-1]["kind"] != "train":
-        return
-    args = (trainer["forms"].get("args") or [None, None])[-1]
-    for item in events[events.index(trainer) + 1 :]:
-        if (name := _late(item, args)) is None or name in _NO_EFFECT:
-            continue
-        if rows and name in ("train_dataset", "eval_dataset"):
-            continue
-        place = program.position(item["statement"])
-        if name in _TOKENIZER and gives_own_tokenizer(program, place):
-            continue
-        statement = program.statements[place]
-        what = "called" if item["kind"] == "call" else "changed"
-        remedy = "leave it out" if what == "called" else "set it before, in SFTConfig or SFTTrainer"
-        raise Refusal(
-            "R4",
-            f"{name} is {what} after the trainer is created (`{statement.head[:80]}`); {remedy}",
-            statement.cell,
-        )
+def _refuse_late(statement: Statement, name: str, what: str, remedy: str) -> NoReturn:
+    reason = f"{name} is {what} after the trainer is created (`{statement.head[:80]}`); {remedy}"
+    raise Refusal("R4", reason, statement.cell)
 
 
 def gives_own_tokenizer(program: Program, place: int) -> bool:
@@ -150,16 +140,3 @@ def _origins(program: Program, *names: ast.expr) -> set[str]:
 
 _NAME = ("pretrained_model_name_or_path", "model_name")
 _TOKENIZER = ("processing_class", "tokenizer")
-
-
-def _late(item: dict[str, Any], args: str | None) -> str | None:
-    """The argument, attribute or method that an event changes or calls; None for any other event."""
-    detail, role = item["detail"], item.get("role")
-    if item["kind"] == "call" and role == "trainer" and item.get("method") in _SETS_UP:
-        return str(item["method"])
-    if item["kind"] != "change" or len(detail) < 4 or detail[2] != "setattr":
-        return None
-    owner, path, _, key = detail[:4]
-    if role == "trainer" and path in ("", ".args"):
-        return f"trainer.{key}" if key == "args" else str(key)
-    return str(key) if args is not None and owner == args else None

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
-from finetune.convert.analysis.changes import gives_own_tokenizer, refuse_patches
+from finetune.convert.analysis.changes import gives_own_tokenizer, refuse_late_changes, refuse_patches
 from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
 from finetune.convert.analysis.harmless import adds_path, installs, is_tracker, leaves, only_looks
@@ -199,9 +199,6 @@ def _given_roles(roles: Roles, call: ast.Call) -> None:
         roles.tokenizers.append(tokenizer.id)
 
 
-_LATE = re.compile(r"\.(args\.\w+|data_collator|compute_loss|optimizer|lr_scheduler)\s*=[^=]")
-
-
 def _refuse_unsupported(draft: Draft) -> None:
     text = "\n".join(ast.unparse(statement.node) for statement in draft.program.statements)
     quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
@@ -212,18 +209,11 @@ def _refuse_unsupported(draft: Draft) -> None:
         raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
     _refuse_repeated(draft)
     refuse_patches(draft.program, draft.train)
+    refuse_late_changes(draft.program, draft.roles.trainers, draft.train)
     for place, statement in enumerate(draft.program.statements):
-        head = statement.head[:80]
         for node in ast.walk(statement.node):
             if place < draft.train:
                 _refuse_former(draft, node, statement.cell)
-            late = isinstance(node, ast.Assign) and place < draft.train and _LATE.search(ast.unparse(node))
-            if late and _is_trainer(draft, node.targets[0], nested=node is not statement.node):  # type: ignore[attr-defined]
-                raise Refusal(
-                    "R4",
-                    f"the trainer is changed after it is created (`{head}`); pass it as an argument",
-                    statement.cell,
-                )
             if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
                 raise Refusal(
                     "R4",
@@ -252,13 +242,6 @@ def _refuse_former(draft: Draft, node: ast.AST, cell: int) -> None:
             continue
         if not off and "quantization_config" not in given:
             raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
-
-
-def _is_trainer(draft: Draft, target: ast.expr, nested: bool) -> bool:
-    """Whether an attribute belongs to a trainer; in a function or class, by its name."""
-    return root(target) in draft.roles.trainers or (
-        nested and re.search(r"\btrainer\.", ast.unparse(target)) is not None
-    )
 
 
 def _refuse_repeated(draft: Draft) -> None:

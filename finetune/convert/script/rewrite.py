@@ -6,12 +6,12 @@ import ast
 import copy
 import re
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from finetune.convert.analysis.environment import MODEL_FLAGS, of_launcher
 from finetune.convert.analysis.names import Program, effects, root, target_names, written_path
 from finetune.convert.knowledge import matches, named
-from finetune.convert.notebook.read import Refusal, Statement
+from finetune.convert.notebook.read import Refusal
 from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.source import expression
 
@@ -316,17 +316,6 @@ class _Variables(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         variable = _secret(self.program, node)
         return self.generic_visit(node) if variable is None else variable
-
-
-def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
-    """The statements with environment variables for the secrets of hosted services, as the script has them."""
-    program = Program(statements)
-    found = []
-    for statement in statements:
-        new = ast.fix_missing_locations(_Variables(program).visit(copy.deepcopy(statement.node)))
-        same = ast.dump(new) == ast.dump(statement.node)
-        found.append(statement if same else replace(statement, node=new, source=ast.unparse(new)))
-    return found
 
 
 def calls(node: ast.AST) -> list[ast.Call]:

@@ -2,7 +2,7 @@
 
 The notebook's own code builds its own trainer with the installed libraries, a tiny model and generated rows; the
 converted script prepares the same rows with this package. Token ids, labels and resolved training arguments must be
-equal. Both sides run confined (`sandbox.LIBRARIES`), and neither can import the converter.
+equal. Both sides run confined (`finetune.convert.sandbox`), and neither can import the converter.
 
 The verdict is made here, from what both sides report. A report counts only if it is complete: another shape, a missing
 setting or no rows is never "passed". The notebook's code runs in the process that reports, so code that is written to
@@ -205,8 +205,7 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
         return "the model's settings are incomplete"
     if lora is not None and (not isinstance(lora, dict) or set(lora) != set(ADAPTER)):
         return "the adapter's settings are incomplete"
-    given = run.get("given", {})
-    if not (refusable and given is None) and (not isinstance(given, dict) or set(given) != set(GIVEN)):
+    if not isinstance(given := run.get("given"), dict) or set(given) != set(GIVEN):
         return "what is given to the trainer is incomplete"
     if not isinstance(run.get("rows"), list) or not run["rows"]:
         return "it has no rows"
@@ -271,9 +270,7 @@ def _of_values(one: dict[str, Any], two: dict[str, Any], what: str = "") -> str:
     return ""
 
 
-def _of_given(one: dict[str, Any], two: dict[str, Any] | None) -> str:
-    if two is None:  # the script has no trainer of its own
-        return ""
+def _of_given(one: dict[str, Any], two: dict[str, Any]) -> str:
     if one["output_dir"] is None:  # the library's choice
         one = {name: value for name, value in one.items() if name != "output_dir"}
     return _of_values(one, two)

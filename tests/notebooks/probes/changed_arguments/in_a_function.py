@@ -1,6 +1,6 @@
-# expect: refused R4
-# cause: function sets t.args
-# says: learning_rate
+# expect: converted
+# cause: function sets t.args; SFTTrainer refuses changed arguments when the script runs
+# has: t.args.learning_rate = 1e-5
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets

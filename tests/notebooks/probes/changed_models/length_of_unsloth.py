@@ -1,6 +1,6 @@
-# expect: refused R4|R4
-# cause: model.max_seq_length changed
-# says: max_seq_length
+# expect: converted
+# cause: model.max_seq_length changed; SFTTrainer takes the length of the rows from it, as Unsloth's does
+# has: model.max_seq_length = 256
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 import torch
