@@ -367,11 +367,11 @@ UNSEEN = {
 @pytest.mark.campaign
 def test_what_no_generated_row_shows_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", NOT_IN_ROWS, TRAIN)
-    right = convert(path, form="drop-in").conversion.script
+    right = convert(path).conversion.script
     files = {f"s{number}.py": planted(right, *change) for number, change in enumerate(UNSEEN.values())}
     theirs = witness.run_notebook(path)
     scripts = witness.run_scripts(
-        ["right", *(f"s{n}" for n in range(len(UNSEEN)))], files | {"right.py": right}, "drop-in", theirs
+        ["right", *(f"s{n}" for n in range(len(UNSEEN)))], files | {"right.py": right}, theirs
     )
     assert witness.compare(theirs, scripts.pop("right")) == ("passed", "")
     for name, runs in zip(UNSEEN, scripts.values(), strict=True):
