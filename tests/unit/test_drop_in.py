@@ -6,6 +6,7 @@ What TRL's own tests ask is in test_drop_in_trainer.py, several ranks are in tes
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import functools
@@ -260,7 +261,15 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
     def of_trainer(trainer: Any) -> None:
         trainer.args.learning_rate *= 2
 
-    for change, name in ((by_alias, "max_steps"), (of_trainer, "learning_rate"), (own_method, "compute_loss")):
+    def as_a_whole(trainer: Any) -> None:
+        trainer.args = copy.copy(trainer.args)
+
+    for change, name in (
+        (as_a_whole, "args"),
+        (by_alias, "max_steps"),
+        (of_trainer, "learning_rate"),
+        (own_method, "compute_loss"),
+    ):
         trainer = make(max_steps=2)
         change(trainer)
         with pytest.raises(Refused, match=f"^{name}: changed after the trainer was created"):
@@ -512,7 +521,9 @@ def test_which_column_older_versions_read(
     formatting_func only without a dataset_text_field, `_prepare_packed_dataloader` before it."""
     from finetune.drop_in import former
 
-    args = SimpleNamespace(dataset_text_field="text", packing=False, assistant_only_loss=False)
+    args = SimpleNamespace(
+        dataset_text_field="text", packing=False, assistant_only_loss=False, completion_only_loss=None
+    )
     vars(args).update({name: value for name, value in given.items() if name != "formatting_func"})
     model = SimpleNamespace(for_training=None) if unsloth else SimpleNamespace()
     function = given.get("formatting_func")

@@ -249,8 +249,8 @@ def test_rows_that_only_the_script_cuts_are_explained() -> None:
     def run(length: int) -> dict[str, Any]:
         row = [list(range(length)), [-100, *range(1, length)]]
         settings = {"max_length": 8}
-        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "given": None, "rows": [row],
-                "eos": 99}  # fmt: skip
+        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "given": {"output_dir": None},
+                "rows": [row], "eos": 99}  # fmt: skip
 
     found = witness.first_difference([run(12)], [run(8)])
     assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
@@ -273,7 +273,7 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
     def run(ids: list[int]) -> dict[str, Any]:
         settings = {"max_length": 64}
         return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None,
-                "given": None, "eos": 2, "rows": [[ids, ids]]}  # fmt: skip
+                "given": {"output_dir": None}, "eos": 2, "rows": [[ids, ids]]}  # fmt: skip
 
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
@@ -291,8 +291,8 @@ def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) 
 
 
 def test_a_script_that_fails_on_empty_values_differs() -> None:
-    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "given": None, "eos": 2,
-           "rows": [[[5], [5]]]}  # fmt: skip
+    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "given": {"output_dir": None},
+           "eos": 2, "rows": [[[5], [5]]]}  # fmt: skip
     found = witness.first_difference([run, run | {"empty": True}], [run, {"refused": "no rows"}])
     assert found.endswith("the script fails (rows of which some values are empty): no rows")
     assert witness.first_difference([run, run | {"empty": False}], [run, {"refused": "no rows"}]) == ""
@@ -367,11 +367,11 @@ UNSEEN = {
 @pytest.mark.campaign
 def test_what_no_generated_row_shows_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", NOT_IN_ROWS, TRAIN)
-    right = convert(path, form="drop-in").conversion.script
+    right = convert(path).conversion.script
     files = {f"s{number}.py": planted(right, *change) for number, change in enumerate(UNSEEN.values())}
     theirs = witness.run_notebook(path)
     scripts = witness.run_scripts(
-        ["right", *(f"s{n}" for n in range(len(UNSEEN)))], files | {"right.py": right}, "drop-in", theirs
+        ["right", *(f"s{n}" for n in range(len(UNSEEN)))], files | {"right.py": right}, theirs
     )
     assert witness.compare(theirs, scripts.pop("right")) == ("passed", "")
     for name, runs in zip(UNSEEN, scripts.values(), strict=True):
