@@ -57,6 +57,11 @@ def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, 
             "training.strategy=shard: the script passes a model that each process has loaded whole. Pass its name or "
             "folder to SFTTrainer instead."
         )
+    if args.chat_template_path is not None and not _is_template(str(args.chat_template_path)):
+        raise Refused(
+            "training.strategy=shard: `chat_template_path` is a tokenizer, whose added tokens would resize a model "
+            "that is sharded already. Give a .jinja file, or a model that has these tokens."
+        )
     init = dict(args.model_init_kwargs or {})
     dtype = str(init.pop("dtype", init.pop("torch_dtype", None))).removeprefix("torch.")
     computed = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtype if dtype == "bfloat16" else "float32"
@@ -160,7 +165,7 @@ def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) ->
     embeddings, which an adapter trains."""
     from trl import clone_chat_template
 
-    if Path(source).is_file() and source.endswith((".jinja", ".j2")):
+    if _is_template(source):
         tokenizer.chat_template = files.read_text(Path(source))
         return model, tokenizer, peft_config
     model, tokenizer, added = clone_chat_template(model, tokenizer, source)
@@ -171,6 +176,11 @@ def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) ->
         saved += [] if "lm_head" in saved else ["lm_head"]
         peft_config = dataclasses.replace(peft_config, trainable_token_indices=trained, modules_to_save=saved)
     return model, tokenizer, peft_config
+
+
+def _is_template(source: str) -> bool:
+    """Whether a `chat_template_path` is a template alone."""
+    return Path(source).is_file() and source.endswith((".jinja", ".j2"))
 
 
 def stack_of(model: Any, stack: Stack) -> Stack:

@@ -11,7 +11,9 @@ import trl
 
 from finetune.errors import UserError
 
-_KEY = re.compile(r"\b(model|lora|data|training|logging)\.([a-z_0-9]+)(?:: (true|false|null|[0-9.]+)\b)?")
+_KEY = re.compile(
+    r"(?<!--finetune )\b(model|lora|data|training|logging)\.([a-z_0-9]+)(?:: (true|false|null|[0-9.]+)\b)?"
+)
 _VALUES = {"true": "True", "false": "False", "null": "None"}
 # What is called otherwise in a script. Names of SFTConfig and LoraConfig stay.
 _CALLED = {
@@ -25,7 +27,7 @@ _CALLED = {
     "model.chat_template": "tokenizer.chat_template",
     "model.model_name_or_path": "model",
     "training.resume_with_changes: true": "train(resume_with_changes=True)",
-    "training.strategy: shard on several GPUs": "training.strategy: shard on several GPUs (from a configuration)",
+    "training.strategy: shard on several GPUs": "--finetune training.strategy=shard on several GPUs",
 }
 
 

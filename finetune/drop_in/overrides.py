@@ -16,7 +16,7 @@ from finetune.config.arguments import OF_SCRIPT
 from finetune.config.help import script_help
 from finetune.config.load import FINETUNE, overrides
 from finetune.drop_in.refusals import Refused
-from finetune.runtime import distributed
+from finetune.runtime import distributed, scripts
 from finetune.runtime.command import print_line
 
 _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}  # bf16, fp16
@@ -84,13 +84,13 @@ class Overrides:
 
 
 def take() -> Overrides:
-    """The overrides on this script's command line, taken out of `sys.argv`.
+    """The overrides on this script's command line, taken out of `sys.argv`, over those of a command that runs it.
 
     Raises:
         ConfigError: unknown keys, wrong values, or what the script decides in code.
         SystemExit: after the list, for `--finetune help`.
     """
-    kept, pairs = [], []
+    kept, pairs = [], [*scripts.overrides()]
     rest = iter(sys.argv[1:])
     for one in rest:
         if one == FINETUNE:

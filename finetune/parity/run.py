@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, fixed, load
-from finetune.errors import UserError
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -36,15 +35,19 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
         return run(config, Path(out), int(steps), left_out, hooks)
 
     def of_trainer(trainer: Any) -> int:
-        if strategy == "shard":
-            raise UserError("a script that builds its trainer loads the whole model on each GPU. Use --strategies ddp.")
         trainer.train_for_parity(Path(out), int(steps), int(most))
         return DONE
 
     def start() -> int:
         if not scripts.is_script(arguments[0] if arguments else ""):
             return of_configuration(load(arguments), hooks)
-        answer = scripts.Answer(trainer=of_trainer, configuration=of_configuration, without=tuple(left_out))
+        chosen = {"training.strategy": strategy, "model.backend": backend}
+        answer = scripts.Answer(
+            trainer=of_trainer,
+            configuration=of_configuration,
+            without=tuple(left_out),
+            overrides=tuple(f"{key}={value}" for key, value in chosen.items() if value),
+        )
         return scripts.run(arguments, answer)
 
     return guarded(start)

@@ -35,11 +35,13 @@ class Answer:
     trainer:       takes the `finetune.SFTTrainer` whose `train()` was called
     configuration: takes what `script.run` was called with
     without:       patches that the trainer's backend skips
+    overrides:     settings of the trainer, as --finetune gives them
     """
 
     trainer: Callable[[Any], int]
     configuration: Callable[[Config, Hooks], int]
     without: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
 
 class Answered(SystemExit):
@@ -117,6 +119,11 @@ def _end(running: _Running, answer: Callable[[Answer], int], *, by_trainer: bool
 def without() -> tuple[str, ...]:
     """Names of patches to skip, to measure their effect."""
     return () if _running is None else _running.answer.without
+
+
+def overrides() -> tuple[str, ...]:
+    """Settings of the trainer that a command changes, as --finetune gives them."""
+    return () if _running is None else _running.answer.overrides
 
 
 def command() -> list[str] | None:

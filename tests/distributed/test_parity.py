@@ -159,7 +159,8 @@ def scale(module, args, output):
     return output
 
 
-model = AutoModelForCausalLM.from_pretrained(model)
+if fault != "none":
+    model = AutoModelForCausalLM.from_pretrained(model)
 if fault == "rank":
     model.register_forward_hook(scale)
 trainer = SFTTrainer(
@@ -193,16 +194,20 @@ def test_a_script_is_compared_with_itself(
 ) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     words = ["mine.py", str(tiny_model), str(tiny_data), fault, "--world-sizes", "1,2", "--steps", "3"]
+    words += ["--strategies", "ddp,shard"] if fault == "none" else []  # it gives the trainer the model's name
     done = launch.command_with_ranks(
         "finetune.parity", [*words, "--json", "parity.json"], cache=tmp_path, kind="transformers"
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "parity.json").read_text())
-    (one,) = found["found"]
-    assert found["proven"] is (code == 0) and found["steps"] == 3 and one["world_size"] == 2
-    if code == 0:
-        assert abs(one["ratio"] - 1) < 1e-4 and one["norm"] < 1e-4 and one["loss"] < 1e-5 and one["eval_loss"] < 1e-5
-    else:  # rank 1 counts its half of the tokens twice
+    assert found["proven"] is (code == 0) and found["steps"] == 3
+    assert [one["strategy"] for one in found["found"]] == (["ddp", "shard"] if code == 0 else ["ddp"])
+    for one in found["found"]:
+        assert one["world_size"] == 2
+        if code == 0:
+            assert abs(one["ratio"] - 1) < 1e-4 and one["norm"] < 1e-4
+            assert one["loss"] < 1e-5 and one["eval_loss"] < 1e-5
+    if code:  # rank 1 counts its half of the tokens twice
         assert one["ratio"] > 1.2 and "the gradient is 1." in one["failures"][0]
     assert (tmp_path / "trained-2").exists()
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
@@ -215,7 +220,7 @@ def test_a_script_that_cannot_be_compared(tiny_model: Path, tiny_data: Path, tmp
     for words, expected in (
         (["theirs.py"], "Change `from trl import SFTTrainer`"),
         (["mine.py", *given, "--world-sizes", "2"], "expected two or more to compare"),
-        (["mine.py", *given, "--strategies", "shard"], "loads the whole model on each GPU"),
+        (["mine.py", *given[:2], "loaded", "--strategies", "shard"], "Pass its name or folder to SFTTrainer instead"),
     ):
         done = launch.command_with_ranks("finetune.parity", words, cache=tmp_path, kind="transformers")
         assert done.returncode == 2 and expected in done.stderr, done.stderr

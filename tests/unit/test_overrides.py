@@ -156,7 +156,7 @@ def test_a_run_takes_them(
 
 def test_an_adapter_that_the_script_makes_cannot_be_changed(make: Callable[..., Any], monkeypatch: Any) -> None:  # noqa: F811
     given(monkeypatch, "lora.r=3")
-    with pytest.raises(UserError, match="Change the adapter where the script makes it"):
+    with pytest.raises(UserError, match=r"^--finetune lora\.r: .* Change the adapter where the script makes it"):
         make()
 
 
@@ -173,6 +173,7 @@ def test_only_a_model_that_is_named_is_sharded(make: Callable[..., Any], monkeyp
         backbone.load_sharded(AutoModelForCausalLM.from_pretrained(model), None, None, None, None)
     for arguments, reason in (
         ({"model_init_kwargs": {"device_map": "auto"}}, "does not know these `model_init_kwargs`: device_map"),
+        ({"chat_template_path": "some/tokenizer"}, "Give a .jinja file"),
         ({"optim": "adafactor"}, "optim adafactor is not supported on a sharded model"),
     ):
         with pytest.raises(UserError, match=reason):
