@@ -146,8 +146,8 @@ OPENS_ITSELF = {
         "runtime.machines",
     ],
     "in the sandbox, which the kernel confines": [
-        "convert.witness.notebook",
         "convert.witness.script",
+        "convert.witness.side",
         "convert.witness.stand_ins",
     ],
     "a process without this package, after its parent has checked the folders": ["export.check"],

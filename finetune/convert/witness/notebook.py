@@ -1,7 +1,7 @@
 """The notebook's side of the witness: runs its own cells up to `train()`, in the sandbox.
 
-It shares nothing with the converter: the module `finetune` cannot be imported here. It reads a job as JSON from stdin
-and writes the trainer's settings, tokenized rows and labels as JSON to stdout. The verdict is not made here.
+It shares nothing with the converter: the module `finetune` cannot be imported here. `side.py` gives it a job and writes
+its answer: the trainer's settings, tokenized rows and labels. The verdict is not made here.
 """
 
 from __future__ import annotations
@@ -672,34 +672,3 @@ def with_empty_values(cells: list[str], stand_ins: Any, start: dict[str, str], u
     finally:
         stand_ins.empty = False
         del failed[before:]
-
-
-def load(job: dict[str, Any]) -> Any:
-    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
-    stand_ins: Any = types.ModuleType("stand_ins")
-    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
-    sys.modules["stand_ins"] = stand_ins
-    exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
-    return stand_ins
-
-
-def main() -> None:
-    """Answer the job on stdin; what the libraries print is dropped."""
-    job, out = json.load(sys.stdin), os.dup(1)
-    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    key = job.pop("key")
-    try:
-        report = {"key": key, "found": answer(job, load(job))}
-    except BaseException as error:
-        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
-    left = encode(report).encode()
-    while left:
-        left = left[write(out, left) :]
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
 """The script's side of the witness: prepares its rows and arguments with the package, in the sandbox.
 
-The converter cannot be imported here. It reads a job as JSON from stdin and writes settings, token ids and labels as
-JSON to stdout.
+`side.py` gives it a job and writes its answer: settings, token ids and labels. The converter cannot be imported here.
 """
 
 from __future__ import annotations
 
 import builtins
 import inspect
-import json
 import os
 import sys
 import types
@@ -147,34 +145,3 @@ def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], s
         return {"refused": str(error)[:600]}
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {str(error)[:200]}"}
-
-
-def load(job: dict[str, Any]) -> Any:
-    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
-    stand_ins: Any = types.ModuleType("stand_ins")
-    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
-    sys.modules["stand_ins"] = stand_ins
-    exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
-    return stand_ins
-
-
-def main() -> None:
-    """Answer the job on stdin; what the libraries print is dropped."""
-    job, out = json.load(sys.stdin), os.dup(1)
-    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    key = job.pop("key")
-    try:
-        report = {"key": key, "found": answer(job, load(job))}
-    except BaseException as error:
-        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
-    left = encode(report).encode()
-    while left:
-        left = left[write(out, left) :]
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()
