@@ -437,12 +437,10 @@ def _existing(out: Path) -> Path:
     Raises:
         UserError: a file is in the way.
     """
-    for one in out.absolute().parents:
-        if one.is_dir():
-            return one
-        if one.exists():
-            raise UserError(f"--out {out} is below {one}, which is a file. Give another folder.")
-    return Path(out.absolute().anchor)
+    found = files.existing(out.absolute().parent)
+    if not found.is_dir():
+        raise UserError(f"--out {out} is below {found}, which is a file. Give another folder.")
+    return found
 
 
 def _gigabytes(text: str) -> int:
