@@ -71,12 +71,12 @@ def main() -> int:
 
 def kernels() -> dict[str, Any]:
     """Choices at several shapes, seconds to the first result, and both kernels' distances from float64."""
-    from finetune.runtime import flash
+    from finetune.runtime.machine import flash
 
     flash.offer()
     import torch
 
-    from finetune.engine import attention
+    from finetune.engine.kernels import attention
 
     began, found = time.perf_counter(), {}
     for name, (tokens, length, heads, keys, dim) in SHAPES.items():
@@ -95,8 +95,8 @@ def from_float64(on: bool) -> list[float]:
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    from finetune.engine import attention
-    from finetune.runtime import flash
+    from finetune.engine.kernels import attention
+    from finetune.runtime.machine import flash
 
     shapes = attention.Shapes(heads=8, key_value_heads=2, head_dim=64, lengths=(130, 7, 259), dtype=torch.bfloat16)
     flash.use(on)

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu_threads --seconds 8 --busy 2
 
 Both thread counts take turns every half second in the same process, so that other load on the machine is the same for
-both; `ratio` is the median over these pairs. `finetune/runtime/cpu_threads.py` has the rule that follows.
+both; `ratio` is the median over these pairs. `finetune/runtime/machine/cpu_threads.py` has the rule that follows.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     import torch
     from transformers import TrainerCallback
 
-    from finetune.runtime import activity, distributed, gpu_sampler, hang
+    from finetune.runtime.machine import gpu_sampler
+    from finetune.runtime.ranks import activity, distributed, hang
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
     every = trainer.args.logging_steps
@@ -120,8 +121,9 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import TrainerCallback
 
-    from finetune.engine.phases import split
-    from finetune.runtime import communication, distributed
+    from finetune.engine.monitoring.phases import split
+    from finetune.runtime import communication
+    from finetune.runtime.ranks import distributed
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
     tokens: list[int] = []  # of each micro-batch
@@ -286,7 +288,7 @@ def slow(trainer: Any, result: Path) -> None:
     """Rank 1 computes a fifth more in each forward pass."""
     import torch
 
-    from finetune.runtime import distributed
+    from finetune.runtime.ranks import distributed
 
     if distributed.ranks().rank != 1:
         return

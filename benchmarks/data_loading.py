@@ -38,7 +38,7 @@ def main() -> int:
 def tokenising(path: Path) -> dict:
     """CPU seconds to render, tokenize and mask all rows, over those of `Tokenizer.encode_batch` on their texts."""
     from finetune.data.formats import Conversation
-    from finetune.data.template import Encoder
+    from finetune.data.templates.encoder import Encoder
 
     rows = [json.loads(line) for line in path.open(encoding="utf-8")]
     tokenizer = make_tokenizer(rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.processes import DUMP
 from finetune import SFTTrainer as Ours
-from finetune.engine.callbacks import ParityDump
+from finetune.engine.monitoring.callbacks import ParityDump
 
 from transformers import SchedulerType  # isort: skip  # after the backend
 

@@ -60,7 +60,7 @@ class Lab:
         work.mkdir(parents=True, exist_ok=True)
         if not (self.base / "train.jsonl").exists():
             self.helper(
-                "from pathlib import Path; from tests import tiny; import sys; d = Path(sys.argv[1]);"
+                "from pathlib import Path; from tests.helpers import tiny; import sys; d = Path(sys.argv[1]);"
                 "d.mkdir(parents=True, exist_ok=True); tiny.make_model(d / 'model', hidden=32, layers=1);"
                 "tiny.make_rows(d / 'train.jsonl', 160); tiny.make_rows(d / 'eval.jsonl', 11, seed=1)",
                 self.base,

@@ -57,7 +57,7 @@ def kernels() -> dict[str, Any]:
     """Differences from PyTorch, and milliseconds of all linear layers of a decoder layer, forward and backward."""
     import torch
 
-    from finetune.engine import adapted, fp8
+    from finetune.engine.kernels import fp8, fused_lora
 
     torch.manual_seed(0)
     equal = {}
@@ -72,8 +72,8 @@ def kernels() -> dict[str, Any]:
         same = values.view(torch.uint8).cpu() == expected.view(torch.uint8)
         equal[columns] = bool(same.all()) and torch.equal(scales.cpu(), expected_scales)
     gate, up, d = (torch.randn(15, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    dgate, dup, _ = adapted.silu_and_multiply_backward(gate.detach(), up.detach(), d.detach())
-    ours = [adapted.silu_and_multiply(gate.detach(), up.detach())[0], dgate, dup]
+    dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate.detach(), up.detach(), d.detach())
+    ours = [fused_lora.silu_and_multiply(gate.detach(), up.detach())[0], dgate, dup]
     exact = torch.nn.functional.silu(gate.float()) * up.float()
     theirs = [exact, *torch.autograd.grad(exact, (gate, up), d.float())]
     silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
@@ -95,8 +95,8 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     milliseconds, forward and backward, and the relative errors of both against float64."""
     import torch
 
-    from finetune.engine import adapted
-    from finetune.engine.low_rank import Term, plus
+    from finetune.engine.kernels import fused_lora
+    from finetune.engine.kernels.low_rank import Term, plus
 
     gate, up, dh = (torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     terms = [
@@ -107,19 +107,19 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     gate_kept, up_kept = plus(gate, terms[0]), plus(up, terms[1])  # by the forward pass
 
     def forward() -> list[Any]:
-        return list(adapted.silu_and_multiply(gate, up, *terms[:2], down))
+        return list(fused_lora.silu_and_multiply(gate, up, *terms[:2], down))
 
     def forward_separate() -> list[Any]:
-        h, _ = adapted.silu_and_multiply(plus(gate, terms[0]), plus(up, terms[1]))
+        h, _ = fused_lora.silu_and_multiply(plus(gate, terms[0]), plus(up, terms[1]))
         return [h, h @ down.t()]
 
     def backward() -> list[Any]:
-        dgate, dup, products = adapted.silu_and_multiply_backward(gate, up, dh, *terms)
+        dgate, dup, products = fused_lora.silu_and_multiply_backward(gate, up, dh, *terms)
         return [dgate, dup, *products]
 
     def backward_separate() -> list[Any]:
-        h, _ = adapted.silu_and_multiply(gate_kept, up_kept)
-        dgate, dup, _ = adapted.silu_and_multiply_backward(gate_kept, up_kept, plus(dh, terms[2]))
+        h, _ = fused_lora.silu_and_multiply(gate_kept, up_kept)
+        dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate_kept, up_kept, plus(dh, terms[2]))
         products = [dgate.t() @ terms[0].left, dup.t() @ terms[1].left, terms[2].left.t() @ h]
         return [dgate, dup, *(0.1 * one for one in products)]
 
@@ -148,7 +148,7 @@ def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, 
     """Frozen linear layers alone, without adapters: milliseconds in bfloat16 and in FP8, and the relative errors."""
     import torch
 
-    from finetune.engine import adapted, fp8
+    from finetune.engine.kernels import fp8, fused_lora
 
     groups = {
         "q": (hidden, [hidden]), "k v": (hidden, [keys, keys]), "o": (hidden, [hidden]),
@@ -161,7 +161,10 @@ def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, 
         plain = [one.requires_grad_(False) for one in plain]
         converted = [fp8.Linear(one) for one in plain]
         gradients = [torch.randn(tokens, one, device="cuda", dtype=torch.bfloat16) for one in outputs]
-        forms = {"bf16": lambda x, p=plain: [one(x) for one in p], "fp8": lambda x, c=converted: adapted.project(x, c)}
+        forms = {
+            "bf16": lambda x, p=plain: [one(x) for one in p],
+            "fp8": lambda x, c=converted: fused_lora.project(x, c),
+        }
         results, took = {}, {}
         for name, form in forms.items():
 
@@ -210,7 +213,7 @@ def train(out: Path, model: Path, rows: Path, *arguments: str, before: bool = Fa
     import torch
 
     from finetune import train as program
-    from finetune.engine import adapted
+    from finetune.engine.kernels import fused_lora
 
     words = [
         *("--model.model_name_or_path", str(model), "--data.train_file", str(rows)),
@@ -218,9 +221,9 @@ def train(out: Path, model: Path, rows: Path, *arguments: str, before: bool = Fa
         *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true", "--training.save_steps", "0"),
         *("--logging.generate_samples", "0", *arguments),
     ]
-    install = adapted.install
+    install = fused_lora.install
     if before:
-        adapted.install = lambda model: 0
+        fused_lora.install = lambda model: 0
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -228,7 +231,7 @@ def train(out: Path, model: Path, rows: Path, *arguments: str, before: bool = Fa
     try:
         program.run(load(words, command="train"))
     finally:
-        adapted.install = install
+        fused_lora.install = install
     gc.collect()
     record = json.loads((out / "run.json").read_text())
     names = ("tokens_per_second_per_gpu", "step_seconds_median", "mfu", "peak_memory_gib", "eval_loss_before",

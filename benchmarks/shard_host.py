@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def build(layers: int, place: torch.device, shard: bool) -> Any:
-    """The model, with the policy and the units of `finetune.engine.shard`; with GPUs in bfloat16."""
+    """The model, with the policy and the units of `finetune.engine.sharding.shard`; with GPUs in bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,

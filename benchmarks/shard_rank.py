@@ -45,7 +45,7 @@ def train(request: dict[str, Any]) -> int:
     import torch
 
     from finetune import train as program
-    from finetune.engine import shard
+    from finetune.engine.sharding import shard
 
     if request.get("cap_gib") and torch.cuda.is_available():
         place = int(os.environ.get("LOCAL_RANK", "0"))
@@ -64,7 +64,7 @@ def quantized(folder: str, device: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine.model import keep_4bit_layout, quantization_config
+    from finetune.engine.model.loading import keep_4bit_layout, quantization_config
 
     model = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -209,7 +209,7 @@ def stored_bytes(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from finetune.engine import shard
+    from finetune.engine.sharding import shard
 
     device, mesh = start(request)
     found: dict[str, Any] = {"ranks": mesh.size(), "backend": request["backend"]}
@@ -261,7 +261,7 @@ def loop(request: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine import shard
+    from finetune.engine.sharding import shard
 
     device, mesh = start(request)
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -21,7 +21,7 @@ from benchmarks import models
 from benchmarks.peers import cells, rank, rows
 from benchmarks.peers.__main__ import LEARNING_RATE
 from benchmarks.processes import say
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 
 BEFORE, STEPS = 8, 3  # steps that are not profiled, and that are
 

@@ -113,7 +113,7 @@ class Lab:
         self.model, self.rows = self.shared / "model", self.shared / "train.jsonl"
         if not self.rows.exists():
             code = (
-                "import sys; from pathlib import Path; from tests import tiny;"
+                "import sys; from pathlib import Path; from tests.helpers import tiny;"
                 "tiny.make_model(Path(sys.argv[1]), hidden=32, layers=2); tiny.make_rows(Path(sys.argv[2]), 240)"
             )
             command = [python, "-c", code, self.model, self.rows]
@@ -635,7 +635,7 @@ def bandwidth(lab: Lab, name: str) -> dict[str, Any]:
     """The link limited by `tc`: `bench comm` over both machines, a dry run on one, and the run that they predict."""
     model = lab.work / "larger"
     if not model.exists():
-        code = "import sys; from pathlib import Path; from tests import tiny; " + (
+        code = "import sys; from pathlib import Path; from tests.helpers import tiny; " + (
             "tiny.make_model(Path(sys.argv[1]), hidden=128, layers=4)"
         )
         subprocess.run([lab.python, "-c", code, model], cwd=ROOT, env=lab.environment("setup"), check=True)

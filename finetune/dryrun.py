@@ -26,17 +26,20 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from finetune.config import Batch, Config, fixing_arguments, resolve_batch
-from finetune.engine import checkpoints, preflight, read_ahead, report, resume, session
+from finetune.engine import preflight, report, session
+from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.model import read_ahead
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, sharding, slices, strategy, subprocess_dry_run
-from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, distributed, files, launch_lines, scripts, subprocesses
+from finetune.runtime import bootstrap, files, launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
-from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES, probe
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES, probe
 from finetune.runtime.options import Options, count, without_json
+from finetune.runtime.ranks import distributed
+from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -318,7 +321,8 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     Raises:
         RunError: a slice does not train.
     """
-    from finetune.engine import master_weights, shard  # they import torch
+    from finetune.engine.optimizer import master_weights
+    from finetune.engine.sharding import shard  # they import torch
     from finetune.measure.measurements import Measurement
 
     cut = slices.counts(layers)
@@ -616,7 +620,7 @@ def check_reload(trainer: Any, folder: Path) -> None:
 
 def show_example(job: Any) -> None:
     """Print one row with its supervised tokens marked."""
-    from finetune.data.template import Encoded, preview
+    from finetune.data.templates.encoder import Encoded, preview
 
     ids, labels = job.data.train[0]
     console().print("One training row; supervised tokens are marked:", highlight=False)

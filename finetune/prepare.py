@@ -70,7 +70,8 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
     from finetune.data.layout import lay_out
     from finetune.data.plan import Plan
     from finetune.data.prepare import prepare
-    from finetune.engine import model, session
+    from finetune.engine import session
+    from finetune.engine.model import loading
     from finetune.errors import UserError
     from finetune.measure import strategy
     from finetune.runtime import bootstrap
@@ -85,7 +86,7 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
         session.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
-    tokenizer = model.with_padding(hooks.replace("tokenizer", model.load_tokenizer(config)))
+    tokenizer = loading.with_padding(hooks.replace("tokenizer", loading.load_tokenizer(config)))
     data = prepare(config, tokenizer, hooks)
     pack_length = config.data.row_length if config.data.packing else None
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
@@ -116,7 +117,7 @@ def show(
     """
     from finetune.data import ledger
     from finetune.data.layout import batch_mix
-    from finetune.data.template import Encoded, preview
+    from finetune.data.templates.encoder import Encoded, preview
     from finetune.runtime.files import write_json
 
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}

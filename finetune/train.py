@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import review
 from finetune.config import Config
-from finetune.engine import checkpoints, read_ahead, resume, session
 from finetune.engine import run as story
+from finetune.engine import session
+from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.model import read_ahead
 from finetune.engine.record import RunRecord
 from finetune.measure import strategy
-from finetune.runtime import distributed, process_group
 from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.ranks import distributed, process_group
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
-    from finetune.engine.run_logger import Dashboard
+    from finetune.engine.monitoring.run_logger import Dashboard
     from finetune.engine.session import Build
 
 

@@ -1,5 +1,5 @@
 """Fixtures that several tests share, and what the marks `process` and `unsloth` do. Runs of the shipped command go
-through `tests.launch`."""
+through `tests.helpers.launch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finetune.runtime import command
-from tests import tiny, warm
+from tests.helpers import tiny, warm
 
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.quality import judge, rows
-from finetune.engine import rounding
+from finetune.engine.optimizer import rounding
 
 LENGTH, BATCH = 130, 4  # tokens of a row at most, rows of a step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,10 +17,10 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
-from finetune.plural import counted
-from finetune.runtime import cpu_threads, nccl
 from finetune.runtime.command import console
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine import cpu_threads, nccl
+from finetune.runtime.machine.hardware import Hardware
+from finetune.text import counted
 
 PER_DEVICE = "--training.per_device_train_batch_size"
 OPTIMIZER = "--training.optim"
@@ -188,7 +188,7 @@ def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
         )
     model = config.model
     if not (on_cpu or model.full_finetuning or model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
-        from finetune.engine.fp8 import COST  # imports torch
+        from finetune.engine.kernels.fp8 import COST  # imports torch
 
         arguments = ("--model.load_in_fp8", "true")
         found.append(Change(name=f"FP8 weights ({COST})", arguments=arguments, same_result=False))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.advise.launch import LaunchPlan
     from finetune.advise.verdict import Row
     from finetune.measure.predict import Curve, Work
-    from finetune.runtime.hardware import Hardware
+    from finetune.runtime.machine.hardware import Hardware
 
 PURPOSE = (
     "Recommend a number of GPUs for your configuration: measure it on one GPU, measure the all-reduce, and predict the"
@@ -160,7 +160,7 @@ def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Cu
     """The machine, after printing its warnings; and the all-reduce curves of `--comm`, by world size."""
     from finetune.advise.machine import warnings
     from finetune.measure.measurements import read_comm
-    from finetune.runtime.hardware import survey
+    from finetune.runtime.machine.hardware import survey
 
     given = read_comm(options.comm) if options.comm else {}
     machine = survey()
@@ -365,7 +365,8 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
 def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
     """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
     from finetune.advise.machine import devices_here
-    from finetune.engine import master_weights, preflight
+    from finetune.engine import preflight
+    from finetune.engine.optimizer import master_weights
     from finetune.measure import sharding
 
     if (why := sharding.why_not(config)) is not None:
@@ -427,8 +428,8 @@ def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any]
     from datetime import UTC, datetime
 
     from finetune.advise.machine import devices_here
-    from finetune.runtime import nccl
     from finetune.runtime.files import write_json
+    from finetune.runtime.machine import nccl
 
     world = settings["world_size"]
     if world > devices_here(machine):

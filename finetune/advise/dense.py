@@ -10,7 +10,7 @@ from typing import Any
 from finetune.bench.study import command as study
 from finetune.errors import UserError
 from finetune.measure.predict import Gradients, Work
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine.hardware import Hardware
 
 NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
 STEPS = 100_000  # assumed for hours and cost, since the model comes without data

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.plural import counted
 from finetune.redact import redact_arguments
-from finetune.runtime import files, launch_lines, nccl
-from finetune.runtime.hardware import Hardware
+from finetune.runtime import files, launch_lines
+from finetune.runtime.machine import nccl
+from finetune.runtime.machine.hardware import Hardware
+from finetune.text import counted
 
 PROFILE = "profile.yaml"
 

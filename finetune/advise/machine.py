@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine.hardware import Hardware
 
 
 def devices_here(machine: Hardware) -> int:

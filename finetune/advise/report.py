@@ -13,9 +13,9 @@ from finetune.config import Config, scaled_learning_rate
 from finetune.dryrun import duration
 from finetune.measure import rules
 from finetune.measure.measurements import Measurement
-from finetune.plural import counted
 from finetune.runtime.command import print_line
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine.hardware import Hardware
+from finetune.text import counted
 
 
 def gradients(measured: Measurement) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
-from finetune.plural import counted
+from finetune.text import counted
 
 LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
 

@@ -10,8 +10,9 @@ from typing import Any
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.runtime import distributed, meeting, nccl, process_group
-from finetune.runtime.hardware import Hardware, survey
+from finetune.runtime.machine import nccl
+from finetune.runtime.machine.hardware import Hardware, survey
+from finetune.runtime.ranks import distributed, multinode, process_group
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MIB = 2**20
@@ -68,7 +69,7 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str
         sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": WARM_UP, "collectives": list(COLLECTIVES)}
     found = comm_rank.measure(request | {"progress": False})
-    hosts = meeting.hosts()
+    hosts = multinode.hosts()
     process_group.finish()
     return _described(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.bench import rank
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 
 
 def measure(request: rank.Request) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
 from finetune.measure.protocol import apart
-from finetune.plural import counted
-from finetune.runtime import distributed
 from finetune.runtime.command import console, print_line
-from finetune.runtime.hardware import Hardware, survey, topology_line
-from finetune.runtime.nccl import in_words, settings
+from finetune.runtime.machine.hardware import Hardware, survey, topology_line
+from finetune.runtime.machine.nccl import in_words, settings
+from finetune.runtime.ranks import distributed
+from finetune.text import counted
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:

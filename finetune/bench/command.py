@@ -46,8 +46,8 @@ def run(argv: list[str]) -> int:
         given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark given"
         raise UserError(f"{given}. Choose one of {', '.join(WHAT)}.")
     options, rest = parse(argv[0], argv[1:])
-    from finetune.runtime import distributed
     from finetune.runtime.files import write_json
+    from finetune.runtime.ranks import distributed
 
     for result in _measure(argv[0])(options, rest):
         if options.json and distributed.ranks().is_main:

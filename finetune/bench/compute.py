@@ -10,9 +10,9 @@ from rich.table import Table
 
 from finetune.bench import comm, conditions, launch
 from finetune.measure.protocol import WARM_UP
-from finetune.plural import counted
 from finetune.runtime.command import console, print_line
-from finetune.runtime.hardware import survey, topology_line
+from finetune.runtime.machine.hardware import survey, topology_line
+from finetune.text import counted
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:

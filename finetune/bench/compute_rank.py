@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.bench import rank
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine.hardware import Hardware
 
 # A GPU's clock follows its temperature and power. The study kept its GPUs between 65 and 70 C. Under a steady load a
 # clock moves by one or two steps of 15 MHz (less than 2 % of 1,980 MHz); larger changes make the figures incomparable.

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.plural import counted
 from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import console, print_line
+from finetune.text import counted
 
 REQUEST, RESULT = "request.json", "result.json"
 MARK = "finetune-bench-progress "  # a line of rank 0: MARK, steps done, total steps
 TIMEOUT_SECONDS = 300  # of a collective
-# NVLink multicast stays off (see finetune.runtime.nccl.NO_MULTICAST) unless the user has set the variable.
+# NVLink multicast stays off (see finetune.runtime.machine.nccl.NO_MULTICAST) unless the user has set the variable.
 DEFAULT_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
 
 

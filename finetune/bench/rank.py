@@ -10,10 +10,11 @@ from typing import Any
 
 from finetune.bench.launch import MARK, REQUEST, RESULT
 from finetune.measure.protocol import Summary, summarize
-from finetune.runtime import distributed, hardware, process_group
 from finetune.runtime.clock import Clock
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
+from finetune.runtime.machine import hardware
+from finetune.runtime.ranks import distributed, process_group
 
 Request = dict[str, Any]
 

@@ -11,10 +11,10 @@ from finetune.bench.launch import choose_world_sizes
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.plural import counted
 from finetune.runtime.command import print_line
-from finetune.runtime.hardware import Hardware, survey, topology_line
-from finetune.runtime.nccl import settings
+from finetune.runtime.machine.hardware import Hardware, survey, topology_line
+from finetune.runtime.machine.nccl import settings
+from finetune.text import counted
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,9 @@ from typing import Any
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
 from finetune.engine import session
-from finetune.runtime import distributed, process_group
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
+from finetune.runtime.ranks import distributed, process_group
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     job = session.open_session(config, batch, demo=demo)
     from finetune.bench.windows import Windows
-    from finetune.engine import memory
+    from finetune.engine.monitoring import peak_memory
 
     built = session.build_trainer(job, out)
     trainer = built.trainer
@@ -66,7 +66,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     with built.logger, session.out_of_memory(job):
         trainer.train()
     own = figures(windows)
-    own |= {"peak_memory_gib": memory.peak_gib(), "states": windows.states, "profile": windows.profile}
+    own |= {"peak_memory_gib": peak_memory.peak_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)
     return {
         "backend": job.stack.backend,
@@ -80,7 +80,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
 def figures(windows: Any) -> dict[str, Any]:
     """Seconds on this rank: the step, each phase, and the communication inside the backward pass."""
     from finetune.bench.rank import figure
-    from finetune.engine.phases import PHASES
+    from finetune.engine.monitoring.phases import PHASES
 
     found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in windows.seconds])}
     found |= {name: figure([[step[name] for step in run] for run in windows.seconds]) for name in PHASES}

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune.bench import rank
-from finetune.engine.phases import PhaseTimer
-from finetune.runtime import communication, hardware
+from finetune.engine.monitoring.phases import PhaseTimer
+from finetune.runtime import communication
+from finetune.runtime.machine import hardware
 
 PROFILED = 3  # steps traced by torch's profiler on a GPU
 

@@ -11,11 +11,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from finetune.chat.speaker import Answer, Speaker
+from finetune.chat.generation import Answer, Speaker
 from finetune.errors import UserError
-from finetune.plural import counted
 from finetune.runtime.command import DONE, console, print_line
 from finetune.runtime.files import write_json
+from finetune.text import counted
 
 
 def run(speaker: Speaker, prompts: Sequence[str], batch_size: int, json: Path | None) -> int:

@@ -13,8 +13,8 @@ from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
-    from finetune.chat.speaker import Speaker
-    from finetune.engine.trained import Trained
+    from finetune.chat.generation import Speaker
+    from finetune.engine.checkpoint.run_artifacts import Trained
 
 PURPOSE = (
     "Talk to the result of a run in the terminal, or answer a file of prompts. RUN is an output folder of"
@@ -77,9 +77,9 @@ def run(argv: list[str]) -> int:
     _check(options)
     prompts = read_prompts(options.prompts) if options.prompts else None
 
-    from finetune.engine import trained
+    from finetune.engine.checkpoint import run_artifacts
 
-    found = trained.find(options.run)
+    found = run_artifacts.find(options.run)
     if options.serve:
         from finetune.chat import serve
 
@@ -106,9 +106,9 @@ def run(argv: list[str]) -> int:
         from finetune.chat import batch
 
         return batch.run(speaker, prompts, options.batch_size, options.json)
-    from finetune.chat import talk
+    from finetune.chat import repl
 
-    return talk.run(speaker, options.json)
+    return repl.run(speaker, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         UserError: names the first pair.
     """
-    from finetune.runtime import distributed
+    from finetune.runtime.ranks import distributed
 
     if options.serve:
         for name in (
@@ -171,7 +171,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def _speaker(options: argparse.Namespace, found: Trained, loaded: Any) -> Speaker:
-    from finetune.chat.speaker import Manner, Speaker
+    from finetune.chat.generation import Manner, Speaker
 
     manner = Manner(
         max_new_tokens=options.max_new_tokens,

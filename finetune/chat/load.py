@@ -11,7 +11,7 @@ from typing import Any
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
 from finetune.engine import preflight
-from finetune.engine.trained import Trained
+from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
 
@@ -149,7 +149,7 @@ def _check_base(found: Trained, name: str, named: bool) -> None:
     """
     from huggingface_hub import constants
 
-    from finetune.engine import resume
+    from finetune.engine.checkpoint import resume
 
     given = f"--base is {name}" if named else f"the base model of {found.folder} is {name}"
     revision = None if named else found.revision
@@ -181,7 +181,7 @@ def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any
     """The tokenizer that was saved with the weights; the base model's, beside an adapter that was saved without."""
     from transformers import AutoTokenizer
 
-    from finetune.engine.model import with_padding
+    from finetune.engine.model.loading import with_padding
 
     own = any((found.folder / file).is_file() for file in preflight.TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -196,7 +196,7 @@ def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine.model import quantization_config
+    from finetune.engine.model.loading import quantization_config
 
     quantization = quantization_config(bits, dtype or torch.bfloat16)
     return AutoModelForCausalLM.from_pretrained(

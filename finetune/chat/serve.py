@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.engine import preflight
-from finetune.engine.trained import Trained
+from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.runtime import files
 
 

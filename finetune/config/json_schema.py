@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Union, get_args, get_origin
 
 from finetune.config import arguments
-from finetune.config.origins import entry_types
+from finetune.config.data_sources import entry_types
 from finetune.config.schema import (
     ABOVE_0,
     AT_LEAST_0,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from finetune.config.origins import mistakes
+from finetune.config.data_sources import mistakes
 from finetune.config.schema import DEFAULTS, Config
 from finetune.config.sft_fields import lora_fields
 from finetune.config.values import NotAllowed, convert, in_words, show

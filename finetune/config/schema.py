@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import UserError
-from finetune.plural import counted
+from finetune.text import counted
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 

@@ -102,7 +102,7 @@ def convert(path: Path, *, witness: bool = False) -> Outcome:
     from finetune.convert.checks import NotVerified
     from finetune.convert.notebook.read import Refusal
     from finetune.redact import redact
-    from finetune.runtime import disk
+    from finetune.runtime.machine import disk
 
     start = time.perf_counter()
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from finetune.errors import listed
-from finetune.plural import counted
+from finetune.text import counted
 
 BUCKETS = (
     32,

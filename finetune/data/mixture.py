@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config import Config
-from finetune.config.origins import Origin, evaluation_origins, training_origins
+from finetune.config.data_sources import Origin, evaluation_origins, training_origins
 from finetune.data import sources
 from finetune.errors import UserError
 from finetune.redact import redact

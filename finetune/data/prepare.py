@@ -22,17 +22,19 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.config.schema import DEFAULTS
-from finetune.data import formats, store, templated, tokenizer_state
+from finetune.data import formats, store, tokenizer_state
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
-from finetune.data.markers import Markers, derive_markers
 from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
-from finetune.data.template import Encoded, Encoder, TokenizerError, document_end, load_template
+from finetune.data.templates import templated
+from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError, document_end, load_template
+from finetune.data.templates.markers import Markers, derive_markers
 from finetune.errors import UserError
-from finetune.plural import counted
-from finetune.runtime import bootstrap, distributed, interrupt
+from finetune.runtime import bootstrap
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.ranks import distributed, interrupt
+from finetune.text import counted
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
 SAMPLE_ROWS = 100  # rows used to detect the format

@@ -19,8 +19,8 @@ from filelock import Timeout as LockTimeout
 
 from finetune.data import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.runtime.disk import no_space
 from finetune.runtime.files import checksum, staging, write_json
+from finetune.runtime.machine.disk import no_space
 
 VERSION = 6  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.doctor import pinned_versions
-from finetune.doctor.look import Found, cut_batch, wants_cpu
-from finetune.engine import checkpoints, session
+from finetune.doctor.inspect import Found, cut_batch, wants_cpu
+from finetune.engine import session
+from finetune.engine.checkpoint import checkpoints
 from finetune.errors import UserError
-from finetune.plural import counted
+from finetune.text import counted
 
 BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
 SHARED_MEMORY_GIB = 1.0  # NCCL's troubleshooting guide asks for `docker run --shm-size=1g`; Docker's default is 64 MB

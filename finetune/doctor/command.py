@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.config import Config
-from finetune.doctor import checks, look, report
+from finetune.doctor import checks, inspect, report
 from finetune.runtime.command import DONE, FAILED, run_command
 from finetune.runtime.files import write_json
 
@@ -20,10 +20,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> int:
     """Examine, judge, print. Under a launcher only one process per machine does; the others return at once."""
-    launcher = look.launcher()
+    launcher = inspect.launcher()
     if launcher.get("local_rank"):
         return DONE
-    found = look.examine(config, launcher)
+    found = inspect.examine(config, launcher)
     verdicts = checks.judge(config, found)
     verdict = "stop" if any(one["state"] == "stop" for one in verdicts) else "ready"
     found = report.without_secrets({"verdict": verdict, "checks": verdicts, **found})

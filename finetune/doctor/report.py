@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from finetune.doctor.look import Found
-from finetune.plural import counted
+from finetune.doctor.inspect import Found
 from finetune.redact import MASK, is_secret_name, redact_tree
 from finetune.runtime.command import new_console
+from finetune.text import counted
 
 Rows = list[tuple[str, str]]
 _SHORTEST_SECRET = 8  # characters; a shorter value of a secret name may be a word that the report needs

@@ -15,10 +15,11 @@ from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
 from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
-from finetune.engine.model import with_padding
-from finetune.runtime import distributed, files
+from finetune.engine.model.loading import with_padding
+from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import NO_HOOKS
+from finetune.runtime.ranks import distributed
 
 
 def load(

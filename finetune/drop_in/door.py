@@ -15,16 +15,19 @@ from transformers import TrainerState
 from finetune import review
 from finetune.config import Config
 from finetune.drop_in import settings
-from finetune.engine import best, checkpoints, resume, run, session, trackers
-from finetune.engine.callbacks import FirstGradients, Profile, StopOnRequest
+from finetune.engine import run, session
+from finetune.engine.checkpoint import best, checkpoints, resume
 from finetune.engine.job import Job
+from finetune.engine.monitoring import trackers
+from finetune.engine.monitoring.callbacks import FirstGradients, Profile, StopOnRequest
+from finetune.engine.monitoring.run_logger import Dashboard, RunLogger
 from finetune.engine.record import RunRecord
-from finetune.engine.run_logger import Dashboard, RunLogger
 from finetune.engine.session import Build
 from finetune.errors import UserError
 from finetune.measure import micro_batch, scoring
-from finetune.runtime import activity, distributed, interrupt, startup
+from finetune.runtime import startup
 from finetune.runtime.command import print_line
+from finetune.runtime.ranks import activity, distributed, interrupt
 
 _NOTHING = {"eval_loss": None, "exact_match": None}
 

@@ -16,8 +16,9 @@ from finetune.config.arguments import OF_SCRIPT
 from finetune.config.help import script_help
 from finetune.config.load import FINETUNE, overrides
 from finetune.drop_in.refusals import Refused
-from finetune.runtime import distributed, scripts
+from finetune.runtime import scripts
 from finetune.runtime.command import print_line
+from finetune.runtime.ranks import distributed
 
 _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}  # bf16, fp16
 

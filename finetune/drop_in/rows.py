@@ -17,8 +17,8 @@ from finetune.drop_in import refusals
 from finetune.drop_in.former import Reading
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
-from finetune.runtime import distributed
 from finetune.runtime.command import print_line
+from finetune.runtime.ranks import distributed
 
 Labels = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
 _BATCH_ROWS = 1000  # of TRL's preparation

@@ -17,10 +17,11 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from finetune.engine import trackers
-from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
-from finetune.runtime import distributed, files
+from finetune.engine.monitoring import trackers
+from finetune.engine.optimizer.master_weights import FLOAT32, NONE, Choice, rounded
+from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.ranks import distributed
 
 _OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds

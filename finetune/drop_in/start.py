@@ -10,9 +10,11 @@ from types import TracebackType
 from finetune.config.schema import TrainingConfig
 from finetune.drop_in import overrides
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, bytecode, command, distributed, process_group, scripts
+from finetune.runtime import bootstrap, command, scripts
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.files import cache_folder
+from finetune.runtime.machine import pycache
+from finetune.runtime.ranks import distributed, process_group
 
 VARIABLE = "FINETUNE_BACKEND"
 _BACKENDS = ("auto", "unsloth", "transformers")
@@ -27,7 +29,7 @@ def start() -> tuple[Stack, overrides.Overrides]:
             ranks than GPUs.
     """
     command.keep_printing()
-    bytecode.keep(cache_folder())
+    pycache.keep(cache_folder())
     sys.excepthook = _report_errors
     given = overrides.take()
     backend = given.get("model.backend", os.environ.get(VARIABLE, "auto"))

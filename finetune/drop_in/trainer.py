@@ -24,16 +24,21 @@ from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import OVERRIDES, STACK
-from finetune.engine import adapted, layer_kernels, positions, run, session, shard
-from finetune.engine import model as engine_model
+from finetune.engine import run, session
 from finetune.engine import trainer as engine
-from finetune.engine.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.job import Job, choose_attention, model_size
+from finetune.engine.kernels import fused_lora, liger
+from finetune.engine.model import loading as engine_model
+from finetune.engine.model import positions
+from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.record import RunRecord
 from finetune.engine.session import Build
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
-from finetune.runtime import distributed, hardware, interrupt, process_group, scripts
+from finetune.runtime import scripts
 from finetune.runtime.command import INTERRUPTED, in_words
+from finetune.runtime.machine import hardware
+from finetune.runtime.ranks import distributed, interrupt, process_group
 
 # TRL's names for metrics that are called otherwise in this project.
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
@@ -133,9 +138,9 @@ class SFTTrainer(engine.SFTTrainer):
                 peft_config=peft_config,
                 reduces_once=shard.reduces_once(self.job.config),
             )
-        if self.job.layer_kernels.kernels == layer_kernels.LIGER:
-            layer_kernels.install(self.model)
-        adapted.install(self.model)
+        if self.job.layer_kernels.kernels == liger.LIGER:
+            liger.install(self.model)
+        fused_lora.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
         self.job.master_weights = settings.kept_weights(self.model)
         self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
@@ -148,7 +153,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Any, data: Data, layers: layer_kernels.Choice) -> Job:
+    def _open_job(self, model: Any, data: Data, layers: liger.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.stack_of(model, STACK)
         batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
@@ -196,17 +201,17 @@ class SFTTrainer(engine.SFTTrainer):
             refusals.row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
-    def _layer_kernels(stack: Any, model: Any, args: Any) -> layer_kernels.Choice:
+    def _layer_kernels(stack: Any, model: Any, args: Any) -> liger.Choice:
         """Liger's if the script asks for them, else those of the model as the script loads it.
 
         Raises:
             Refused: Liger's kernels cannot be used here.
         """
         if not args.use_liger_kernel:
-            return layer_kernels.Choice(kernels=layer_kernels.own(stack), reason="the script loads the model")
-        if (why := layer_kernels.why_not(stack, model.config.model_type)) is not None:
+            return liger.Choice(kernels=liger.own(stack), reason="the script loads the model")
+        if (why := liger.why_not(stack, model.config.model_type)) is not None:
             raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")
-        return layer_kernels.Choice(kernels=layer_kernels.LIGER, reason="set by use_liger_kernel")
+        return liger.Choice(kernels=liger.LIGER, reason="set by use_liger_kernel")
 
     def _lay_out(self, data: Data, split: str, pack_length: int | None) -> Layout:
         return lay_out(data.splits[split], pack_length, seed=self.given.seed, fingerprint=data.fingerprint)

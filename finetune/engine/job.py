@@ -13,17 +13,20 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
-from finetune.engine import invariants, layer_kernels
-from finetune.engine.metrics import ModelSize
+from finetune.engine.kernels import liger
+from finetune.engine.monitoring import invariants
+from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import activity, bootstrap, distributed, hardware, process_group, startup
+from finetune.runtime import bootstrap, startup
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.machine import hardware
+from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.ranks import activity, distributed, process_group
 
 if TYPE_CHECKING:
-    from finetune.engine import master_weights
-    from finetune.engine.attention import Choice
+    from finetune.engine.kernels.attention import Choice
+    from finetune.engine.optimizer import master_weights
 
 
 @dataclass(kw_only=True)
@@ -40,7 +43,7 @@ class Job:
     eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     attention: Choice  # the kernel of packs
-    layer_kernels: layer_kernels.Choice
+    layer_kernels: liger.Choice
     master_weights: master_weights.Choice
     model: Any
     size: ModelSize
@@ -80,18 +83,20 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import master_weights, model, positions, trainer
+    from finetune.engine import trainer
+    from finetune.engine.model import loading, positions
+    from finetune.engine.optimizer import master_weights
 
     start_up = startup.of_this_process()
     start_up.ended("libraries")
-    model.check(config, stack)
-    model.check_by_config(config, stack)
-    tokenizer = model.load_tokenizer(config)
+    loading.check(config, stack)
+    loading.check_by_config(config, stack)
+    tokenizer = loading.load_tokenizer(config)
     with bootstrap.quiet_ranks():
-        tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
+        tokenizer = loading.with_padding(hooks.replace("tokenizer", tokenizer))
     with activity.during("preparing data"):
         prepared = prepare(config, tokenizer, hooks)
-    tokenizer = model.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
+    tokenizer = loading.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
     check_backend(stack)
     start_up.ended("data")
     cpu = stack.device == "cpu"
@@ -99,7 +104,7 @@ def open_job(
     check_ranks_agree(prepared)
     start_up.ended("ranks")
     trainer.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
-    weights = master_weights.choose(config, stack, model.resolve_dtype(config, stack))
+    weights = master_weights.choose(config, stack, loading.resolve_dtype(config, stack))
     with activity.during("reading the checkpoint"):
         if (kept := before_loading(weights.kind)) != weights.kind:
             weights = master_weights.Choice(kind=kept, reason="as in the checkpoint")
@@ -110,18 +115,18 @@ def open_job(
     with activity.during("loading the model"):
         loaded = load_model(config, stack, row_length, tokenizer, hooks)
     for split, ledger in prepared.ledgers.items():
-        model.check_vocabulary(loaded, tokenizer, ledger, split)
+        loading.check_vocabulary(loaded, tokenizer, ledger, split)
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
         if rows is not None:
             positions.check(loaded, rows, split)
-    because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
+    because = "data.packing is off" if pack_length is None else loading.why_not_packed(loaded, stack)
     if because is None:
-        because = model.prepare_for_packs(loaded, config, stack)
+        because = loading.prepare_for_packs(loaded, config, stack)
     if because is not None:
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)
-    dtype = model.resolve_dtype(config, stack)
+    dtype = loading.resolve_dtype(config, stack)
     kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype)
     start_up.ended("model")
     return Job(
@@ -135,7 +140,7 @@ def open_job(
         eval_layout=lay_out(prepared.eval, pack_length, **keyed) if prepared.eval else None,
         unpacked_because=because,
         attention=kernel,
-        layer_kernels=layer_kernels.choose(config, stack, loaded),
+        layer_kernels=liger.choose(config, stack, loaded),
         master_weights=weights,
         model=loaded,
         size=model_size(loaded),
@@ -149,7 +154,7 @@ def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per
     Raises:
         UserError: a kernel is wanted that this run cannot use.
     """
-    from finetune.engine import attention
+    from finetune.engine.kernels import attention
 
     own = str(loaded.config.get_text_config()._attn_implementation)
     if stack.device == "cpu":
@@ -175,10 +180,11 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     """
     import torch
 
-    from finetune.engine import model, shard, shard_loading, shard_quantized
+    from finetune.engine.model import loading
+    from finetune.engine.sharding import quantized_storage, shard, unit_loading
 
     def load(hollow: bool) -> Any:
-        loaded = model.load(config, stack, row_length=row_length, hollow=hollow)
+        loaded = loading.load(config, stack, row_length=row_length, hollow=hollow)
         with bootstrap.quiet_ranks():
             loaded = hooks.replace("model", loaded, tokenizer)
         check_backend(stack)
@@ -186,24 +192,24 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
 
     if not shard.wanted(config):
         return load(hollow=False)
-    shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
+    shard.check(stack.device, dtype := loading.resolve_dtype(config, stack), hooks)
     shard.keep_compiled_code_apart()
     mesh, device = shard.mesh(stack.device), stack.torch_device
-    stored = shard_loading.by_unit(config, hooks)
+    stored = unit_loading.by_unit(config, hooks)
     everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache
     if stored is not None and everywhere:
         loaded = load(hollow=True)
-        shard.apply(loaded, mesh, dtype, fill=lambda unit: shard_loading.fill(unit, stored, device))
+        shard.apply(loaded, mesh, dtype, fill=lambda unit: unit_loading.fill(unit, stored, device))
         return loaded
     me = distributed.ranks()
     turns = max(distributed.gather_objects(me.local_world_size))
-    with shard_loading.turn(me.local_rank, turns):  # each keeps its part before the next one loads
+    with unit_loading.turn(me.local_rank, turns):  # each keeps its part before the next one loads
         loaded = load(hollow=False)
         if config.model.load_in_4bit:
             dtype = torch.float32  # packed bytes must not be cast
-            shard_quantized.prepare(loaded, device)
+            quantized_storage.prepare(loaded, device)
         shard.apply(loaded, mesh, dtype)
-    shard_quantized.mark(loaded)
+    quantized_storage.mark(loaded)
     shard.base_of(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
     return loaded
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.config.origins import evaluation_origins, training_origins
+from finetune.config.data_sources import evaluation_origins, training_origins
 from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code

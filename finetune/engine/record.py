@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.redact import redact_tree
-from finetune.runtime import disk, distributed
 from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
+from finetune.runtime.machine import disk
+from finetune.runtime.ranks import distributed
 
 FILE_NAME = "run.json"
 CONFIGURATION = "run.yaml"

@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import scaled_learning_rate
-from finetune.plural import counted
-from finetune.runtime import distributed, interrupt
 from finetune.runtime.command import console, print_line
+from finetune.runtime.ranks import distributed, interrupt
+from finetune.text import counted
 
 if TYPE_CHECKING:
+    from finetune.engine.checkpoint.resume import Start
     from finetune.engine.job import Job
-    from finetune.engine.resume import Start
 
 
 def print_introduction(job: Job, start: Start) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine import adapter_targets, fp8, master_weights
     from finetune.engine.job import layouts
+    from finetune.engine.kernels import fp8
+    from finetune.engine.model import adapter_targets
+    from finetune.engine.optimizer import master_weights
 
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")

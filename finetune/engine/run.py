@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.load import dump_yaml
-from finetune.engine import invariants, report, restart, resume, session
+from finetune.engine import report, session
+from finetune.engine.checkpoint import restart, resume
+from finetune.engine.monitoring import invariants
 from finetune.engine.record import CONFIGURATION, RunRecord
 from finetune.errors import RunError
-from finetune.runtime import distributed, files, interrupt, runlock, startup
+from finetune.runtime import files, runlock, startup
 from finetune.runtime.command import console
+from finetune.runtime.ranks import distributed, interrupt
 
 if TYPE_CHECKING:
+    from finetune.engine.checkpoint.resume import Start
     from finetune.engine.job import Job
-    from finetune.engine.resume import Start
-    from finetune.engine.run_logger import Dashboard
-    from finetune.engine.samples import Question, Result
+    from finetune.engine.monitoring.run_logger import Dashboard
+    from finetune.engine.monitoring.samples import Question, Result
     from finetune.engine.session import Build
 
 
@@ -123,7 +126,7 @@ def run(door: Door, config: Config, record: RunRecord) -> Outcome:
 
 def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, above: Above) -> Outcome:
     """Evaluate, train, save and evaluate again."""
-    from finetune.engine import samples
+    from finetune.engine.monitoring import samples
 
     output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
@@ -158,7 +161,7 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
 
 def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: Any, above: Above) -> None:
     """Note what is known once the trainer is built, and have it search for its micro-batch before the first step."""
-    from finetune.engine import shard
+    from finetune.engine.sharding import shard
 
     record.update(
         plan=trainer.plan.digest(),
@@ -194,8 +197,8 @@ _NO_ROWS = "# The rows came from a script, so this file alone does not repeat th
 def write_configuration(job: Job, output_dir: Path) -> None:
     """Write run.yaml: what this run did, with nothing left to choose. `finetune.train --config run.yaml` repeats it if
     the configuration names the rows."""
-    from finetune.engine import attention, layer_kernels
-    from finetune.engine.model import resolve_dtype
+    from finetune.engine.kernels import attention, liger
+    from finetune.engine.model.loading import resolve_dtype
 
     if not distributed.ranks().is_main:
         return
@@ -216,7 +219,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
         backend=job.stack.backend,
         dtype=str(resolve_dtype(config, job.stack)).removeprefix("torch."),
         packed_attention="flash_4" if job.attention.kernel == attention.FLASH_4 else "torch",
-        layer_kernels="liger" if job.layer_kernels.kernels == layer_kernels.LIGER else "torch",
+        layer_kernels="liger" if job.layer_kernels.kernels == liger.LIGER else "torch",
     )
     content = dump_yaml(replace(config, model=model, training=training))
     rows = config.data.train_file, config.data.train, config.data.dataset_name
@@ -230,7 +233,7 @@ def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
     Raises:
         RunError: the loss diverged.
     """
-    from finetune.engine import best
+    from finetune.engine.checkpoint import best
 
     trainer, logger = built.trainer, built.logger
     step, results = trainer.state.global_step, logger.results()

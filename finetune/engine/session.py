@@ -11,26 +11,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, scaled_learning_rate
-from finetune.config.origins import evaluation_origins, training_origins
+from finetune.config.data_sources import evaluation_origins, training_origins
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS
 from finetune.data import sources
-from finetune.engine import checkpoints, preflight, resume
+from finetune.engine import preflight
+from finetune.engine.checkpoint import checkpoints, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
-from finetune.plural import counted
 from finetune.redact import redact_tree
-from finetune.runtime import bootstrap, disk, distributed, failures, hang, interrupt, launcher, meeting, user_code
+from finetune.runtime import bootstrap, user_code
 from finetune.runtime.command import console, warn
 from finetune.runtime.files import checksums, write_json
-from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.machine import disk
+from finetune.runtime.machine.hardware import out_of_memory_details
+from finetune.runtime.ranks import distributed, failures, hang, interrupt, launcher, multinode
+from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.best import BestModel
-    from finetune.engine.callbacks import StopOnRequest
+    from finetune.engine.checkpoint.best import BestModel
     from finetune.engine.job import Job
-    from finetune.engine.run_logger import Dashboard, RunLogger
-    from finetune.engine.samples import Question, Result
+    from finetune.engine.monitoring.callbacks import StopOnRequest
+    from finetune.engine.monitoring.run_logger import Dashboard, RunLogger
+    from finetune.engine.monitoring.samples import Question, Result
     from finetune.engine.trainer import SFTTrainer
     from finetune.runtime.bootstrap import Stack
 
@@ -96,7 +99,7 @@ def open_session(
     with bootstrap.imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
-        meeting.meet(config.training.join_timeout)
+        multinode.meet(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 
@@ -129,7 +132,7 @@ def open_and_compare(
     start = resume.Start()
 
     def choose_start(stack: Stack, weights: str) -> str:
-        from finetune.engine.model import resolve_dtype
+        from finetune.engine.model.loading import resolve_dtype
 
         nonlocal start
         checkpoints.check_shared(Path(config.training.output_dir))
@@ -174,8 +177,10 @@ def build_trainer(
         dashboard: what TensorBoard shows beside the curves. Without it this is no run of the user's: it reports to no
             tracker, and the user's callbacks are left out.
     """
-    from finetune.engine import best, callbacks, shard, trackers
-    from finetune.engine.model import resolve_dtype
+    from finetune.engine.checkpoint import best
+    from finetune.engine.model.loading import resolve_dtype
+    from finetune.engine.monitoring import callbacks, trackers
+    from finetune.engine.sharding import shard
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config = job.config
@@ -221,7 +226,7 @@ def build_trainer(
 
 def run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: Dashboard | None) -> RunLogger:
     """The callback that logs a run to `output_dir` and to the terminal."""
-    from finetune.engine.run_logger import ProgressLines, RunLogger
+    from finetune.engine.monitoring.run_logger import ProgressLines, RunLogger
 
     is_main = distributed.ranks().is_main
     plan = job.plan()
@@ -251,9 +256,9 @@ def dashboard(
         record: run.json, as far as it is known when training begins.
         review: `finetune.review`, which reviews the run and, with training.stop_on_divergence, judges its losses.
     """
-    from finetune.engine import pages
     from finetune.engine.job import layouts
-    from finetune.engine.run_logger import Dashboard
+    from finetune.engine.monitoring import tensorboard_pages
+    from finetune.engine.monitoring.run_logger import Dashboard
 
     config, known = job.config, redact_tree(record.content)
     resolved = {name: section for name, section in known["config"].items() if isinstance(section, dict)}
@@ -263,14 +268,16 @@ def dashboard(
     run["invariants"] = known.get("invariants")
     if config.logging.profile_steps:
         run["traces"] = str(Path("runs", "trace-rank-N.json"))
-    given = dict(pair for pair in pages.flat(resolved) if pair[0] in config.given)
+    given = dict(pair for pair in tensorboard_pages.flat(resolved) if pair[0] in config.given)
     about = {"world_size": known["world_size"], "GPU": job.hardware.name, "backend": job.stack.backend}
 
     return Dashboard(
         texts={
-            "2 data": pages.data_page(job.data.ledgers, layouts(job), include_rows=config.logging.include_rows),
-            "3 run": pages.facts_page(run),
-            "4 configuration": pages.configuration_page(resolved, config.given),
+            "2 data": tensorboard_pages.data_page(
+                job.data.ledgers, layouts(job), include_rows=config.logging.include_rows
+            ),
+            "3 run": tensorboard_pages.facts_page(run),
+            "4 configuration": tensorboard_pages.configuration_page(resolved, config.given),
         },
         hyperparameters=given | about,
         review=lambda: review.markdown(record.path.parent),
@@ -322,13 +329,14 @@ def check_saving(job: Job) -> None:
     Raises:
         UserError: names what cannot be saved.
     """
-    from finetune.engine import generation, tokenizer_files
+    from finetune.engine.checkpoint import tokenizer_files
+    from finetune.engine.model import generation_config
 
     model = job.model
     adapters = getattr(model, "peft_config", None)
     with tempfile.TemporaryDirectory(prefix="finetune-save-") as folder:
         tokenizer_files.save(job.tokenizer, Path(folder))
-        generation.write(Path(folder), model, [])
+        generation_config.write(Path(folder), model, [])
         configs = [model.config] if adapters is None else list(adapters.values())
         for config in configs:
             try:
@@ -343,7 +351,7 @@ def check_saving(job: Job) -> None:
 
 def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
     """The kernel of packs for run.json at the end of training; a warning if it is not the chosen one."""
-    from finetune.engine import attention
+    from finetune.engine.kernels import attention
 
     trained = trainer.state.global_step > trainer.resumed_step
     found = attention.computed(job.attention) if trained else job.attention
@@ -356,11 +364,11 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
-    from finetune.engine import adapter_targets
     from finetune.engine.job import layouts
-    from finetune.engine.model import resolve_dtype
+    from finetune.engine.model import adapter_targets
+    from finetune.engine.model.loading import resolve_dtype
 
-    hosts = meeting.hosts()
+    hosts = multinode.hosts()
     with disk.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
@@ -463,7 +471,7 @@ def evaluate(job: Job, built: Build, questions: list[Question]) -> tuple[dict[st
 
 def examine(job: Job, questions: list[Question]) -> Result:
     """The current model's answers to held-out prompts, with their scores. Every rank calls it."""
-    from finetune.engine import samples
+    from finetune.engine.monitoring import samples
 
     metric = next(
         (samples.Metric(name=name, function=one) for key, name, one in job.user_code if "metric" in key), None

@@ -29,25 +29,18 @@ from finetune.data import IGNORE_INDEX, ORDER
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import (
-    attention,
-    best,
-    checkpoints,
-    eight_bit,
-    generation,
-    invariants,
-    load_balancing,
-    master_weights,
-    shard,
-    shard_checkpoints,
-    tensor_files,
-    token_statistics,
-    tokenizer_files,
-)
-from finetune.engine.model import keep_4bit_layout, resolve_dtype
+from finetune.engine.checkpoint import best, checkpoints, tensor_files, tokenizer_files
+from finetune.engine.kernels import attention
+from finetune.engine.model import generation_config, router_loss
+from finetune.engine.model.loading import keep_4bit_layout, resolve_dtype
+from finetune.engine.monitoring import invariants, token_statistics
+from finetune.engine.optimizer import eight_bit, master_weights
+from finetune.engine.sharding import checkpoint_weights, shard
 from finetune.errors import RunError, UserError
-from finetune.runtime import activity, distributed, files, flash, interrupt, launcher
+from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import flash
+from finetune.runtime.ranks import activity, distributed, interrupt, launcher
 
 # Of an optimizer's group of parameters: what is no setting. All but the first are of the schedule-free ones.
 _STATE_IN_GROUPS = frozenset(("params", "k", "train_mode", "weight_sum", "lr_max", "scheduled_lr"))
@@ -250,10 +243,10 @@ class SFTTrainer(trl.SFTTrainer):
         self.weights = weights
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
-        self.load_balancing: load_balancing.LoadBalancing | None = None
+        self.load_balancing: router_loss.LoadBalancing | None = None
         self._uneven = stack.backend == "unsloth" and flash.used()
         self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
-        load_balancing.check(model, args.router_aux_loss_coef)
+        router_loss.check(model, args.router_aux_loss_coef)
         super().__init__(
             model=model,
             args=args,
@@ -265,7 +258,7 @@ class SFTTrainer(trl.SFTTrainer):
             **further,
         )
         if self.aux_loss_enabled:  # by TRL's rules
-            self.load_balancing = load_balancing.install(self.model, self.router_aux_loss_coef)
+            self.load_balancing = router_loss.install(self.model, self.router_aux_loss_coef)
             self.aux_loss_enabled = False  # TRL's own loss has nothing to add
         if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
             self.loss_is_scaled_for_ga = True
@@ -667,8 +660,8 @@ class SFTTrainer(trl.SFTTrainer):
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir or self.args.output_dir)
-        with generation.not_saved(self.model):
-            shard_checkpoints.save_model(self.model, folder, self.saved_dtype, self._in_checkpoint)
+        with generation_config.not_saved(self.model):
+            checkpoint_weights.save_model(self.model, folder, self.saved_dtype, self._in_checkpoint)
         if self.args.should_save:
             self._save_beside_weights(folder)
         distributed.barrier()
@@ -677,8 +670,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Generation config and tokenizer. Beside an adapter, the former has the end tokens that export and chat add to
         the base's."""
         tokenizer = self.processing_class
-        ends = [tokenizer.eos_token_id, *generation.trained_ends(tokenizer, self.layout.rows)]
-        generation.write(folder, self.model, ends)
+        ends = [tokenizer.eos_token_id, *generation_config.trained_ends(tokenizer, self.layout.rows)]
+        generation_config.write(folder, self.model, ends)
         tokenizer_files.save(tokenizer, folder)
 
     @contextlib.contextmanager
@@ -693,7 +686,7 @@ class SFTTrainer(trl.SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As in transformers; of a sharded model each rank reads its part."""
         if self.sharded:
-            shard_checkpoints.load_model(self.model, Path(resume_from_checkpoint))
+            checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -761,7 +754,7 @@ class SFTTrainer(trl.SFTTrainer):
         dtype = self.saved_dtype
         if dtype is not None and not self._in_checkpoint:
             state_dict = master_weights.saved_state(unwrapped, dtype)
-        with generation.not_saved(unwrapped):
+        with generation_config.not_saved(unwrapped):
             unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
         if dtype is not None:  # also in a checkpoint: whoever loads it gets the model
             unwrapped.config.dtype = dtype

@@ -11,10 +11,10 @@ import yaml
 
 from finetune.config.schema import DEFAULTS, KEYS
 from finetune.export.source import Source
-from finetune.plural import counted
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
 from finetune.runtime.files import write_text
+from finetune.text import counted
 
 # Settings that say nothing about the model: where files were, and what was logged.
 _LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cache_dir", "data.num_proc", "logging.")

@@ -14,11 +14,11 @@ from finetune.export import card, gguf, gguf_metadata, hub, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
-from finetune.plural import counted
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, files
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.options import Options, one_of, path
+from finetune.text import counted
 
 PURPOSE = (
     "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model, a GGUF file, or to the Hub."
@@ -140,7 +140,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
     check_space(out, needed * (1 if tools is None else 2) + SPARE_BYTES)
     finding: dict[str, Any] | None = None
-    from finetune.engine import checkpoints, preflight
+    from finetune.engine import preflight
+    from finetune.engine.checkpoint import checkpoints
 
     with checkpoints.no_space(_existing(out), "the export"), files.staging(out) as folder:
         model = folder if tools is None else folder / ".merged"
@@ -195,8 +196,8 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from finetune.data.template import load_template
-    from finetune.engine import tokenizer_files
+    from finetune.data.templates.encoder import load_template
+    from finetune.engine.checkpoint import tokenizer_files
 
     tokenizer_files.copy(found.folder, folder)
     name = found.model.get("chat_template")
@@ -229,48 +230,48 @@ def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
     """generation_config.json of the base, which stops where the trained turns ended as well."""
-    from finetune.engine import generation
+    from finetune.engine.model import generation_config
 
-    file = found.base / generation.FILE
+    file = found.base / generation_config.FILE
     content = files.read_json(file) if file.is_file() else {}
     config = files.read_json(found.base / "config.json")
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         content.setdefault(name, config.get(name))
-    content = generation.with_ends(content, ends_of(found, tokenizer))
-    files.write_json(folder / generation.FILE, {k: v for k, v in content.items() if v is not None})
+    content = generation_config.with_ends(content, ends_of(found, tokenizer))
+    files.write_json(folder / generation_config.FILE, {k: v for k, v in content.items() if v is not None})
 
 
 def ends_of(found: Source, tokenizer: Any) -> list[int]:
     """The tokens at which the run's model was trained to stop: those that the run recorded, the tokenizer's, and the
     one that ends a turn in the chat template."""
-    from finetune.engine import generation
+    from finetune.engine.model import generation_config
 
-    turn = None if found.raw else generation.end_of_turn_token(tokenizer)
-    ends = [*generation.ends_in(found.folder), tokenizer.eos_token_id, turn]
+    turn = None if found.raw else generation_config.end_of_turn_token(tokenizer)
+    ends = [*generation_config.ends_in(found.folder), tokenizer.eos_token_id, turn]
     return [one for one in dict.fromkeys(ends) if one is not None]
 
 
 def end_of_turn(found: Source, tokenizer: Any) -> int | None:
     """The token that ended the trained turns, for a file that names one beside EOS; None if it is EOS or unknown."""
-    from finetune.engine import generation
+    from finetune.engine.model import generation_config
 
-    if not found.raw and (turn := generation.end_of_turn_token(tokenizer)) is not None:
+    if not found.raw and (turn := generation_config.end_of_turn_token(tokenizer)) is not None:
         return turn
     config = files.read_json(found.base / "config.json")
-    of_base = [] if found.adapter is None else generation.ends_in(found.base)
-    known = {tokenizer.eos_token_id, *generation.ids(config.get("eos_token_id")), *of_base}
-    return next((one for one in reversed(generation.ends_in(found.folder)) if one not in known), None)
+    of_base = [] if found.adapter is None else generation_config.ends_in(found.base)
+    known = {tokenizer.eos_token_id, *generation_config.ids(config.get("eos_token_id")), *of_base}
+    return next((one for one in reversed(generation_config.ends_in(found.folder)) if one not in known), None)
 
 
 def note_unstoppable(found: Source, tokenizer: Any) -> None:
     """Print the text that ends a turn if no token does: no file of an export can say it."""
-    from finetune.engine import generation
+    from finetune.engine.model import generation_config
 
-    ending = generation.turn_ending(tokenizer)
+    ending = generation_config.turn_ending(tokenizer)
     if (
         ending is None
         or found.model.get("chat_template") == "none"
-        or generation.first_added(tokenizer, ending) is not None
+        or generation_config.first_added(tokenizer, ending) is not None
     ):
         return
     print_line(

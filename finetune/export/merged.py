@@ -1,7 +1,7 @@
 """Writes base and adapter as one model, tensor by tensor, or copies a fully trained model.
 
 Memory holds one tensor in float32 at a time. A merged weight is computed in float32 from the base's original weight and
-rounded once, as `engine.rounding` does.
+rounded once, as `optimizer.rounding` does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from finetune.engine import rounding
-from finetune.engine.master_weights import saved_dtype
+from finetune.engine.optimizer import rounding
+from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
 from finetune.export.weights import Entry, Weights, write

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.ledger import is_templated
-from finetune.engine import checkpoints, preflight, record, resume
+from finetune.engine import preflight, record
+from finetune.engine.checkpoint import checkpoints, resume
 from finetune.errors import UserError
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.runtime import files

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError
-from finetune.plural import counted
 from finetune.runtime import subprocesses
+from finetune.text import counted
 
 PROGRAM = Path(__file__).with_name("check.py")
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "Name three colors.")
@@ -67,8 +67,8 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
         return list(QUESTIONS)
     from jinja2 import TemplateError
 
-    from finetune.data.render import render
-    from finetune.data.template import load_template
+    from finetune.data.templates.encoder import load_template
+    from finetune.data.templates.render import render
 
     template = load_template(tokenizer)
     if template is None:

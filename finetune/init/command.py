@@ -19,8 +19,8 @@ from finetune.runtime.files import read_json, write_json, write_text
 from finetune.runtime.options import Options, path
 
 if TYPE_CHECKING:
-    from finetune.init.look import Model, Rows
-    from finetune.runtime.hardware import Hardware
+    from finetune.init.detect import Model, Rows
+    from finetune.runtime.machine.hardware import Hardware
 
 PURPOSE = (
     "Write a commented configuration to FILE.yaml (default: my.yaml). On a terminal it asks for what the options leave"
@@ -62,12 +62,12 @@ def run(argv: list[str]) -> int:
     if options.schema is not None:
         return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
-    from finetune.init import look, page
-    from finetune.runtime.hardware import survey
+    from finetune.init import detect, page
+    from finetune.runtime.machine.hardware import survey
 
     machine = survey()
-    print_line(f"Found: {look.machine_in_words(machine)}")
-    model = _answer("--model", "Model (Hub name or local folder)", options.model, look.model)
+    print_line(f"Found: {detect.machine_in_words(machine)}")
+    model = _answer("--model", "Model (Hub name or local folder)", options.model, detect.model)
     rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, _rows(options))
     print_line(f"  {rows.described}")
     if (template := page.template(model, rows)) is not None:
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
     answers = page.Answers(
-        model=model, rows=rows, method=method, output_dir=output_dir, machine=look.machine_in_words(machine)
+        model=model, rows=rows, method=method, output_dir=output_dir, machine=detect.machine_in_words(machine)
     )
     commands = page.commands(options.file, _launcher(output_dir, machine))
     schema = options.file.with_name(SCHEMA)
@@ -87,7 +87,12 @@ def run(argv: list[str]) -> int:
     for command in commands.values():
         print_line(f"  {command}")
     if options.json:
-        found = {"file": str(options.file), "schema": str(schema), "machine": look.facts(machine), "commands": commands}
+        found = {
+            "file": str(options.file),
+            "schema": str(schema),
+            "machine": detect.facts(machine),
+            "commands": commands,
+        }
         write_json(options.json, found | {"model": vars(model), "rows": _described(rows), "method": method})
     return DONE
 
@@ -139,12 +144,12 @@ def _answer(option: str, question: str, given: str | None, read: Callable[[str],
 
 
 def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
-    from finetune.init import look
+    from finetune.init import detect
 
     def read(name: str) -> Rows:
         try:
-            return look.rows(name, options.columns)
-        except look.NoFormat as error:
+            return detect.rows(name, options.columns)
+        except detect.NoFormat as error:
             if options.columns or not sys.stdin.isatty():
                 raise
             print_line(f"  These columns are no known format: {', '.join(error.columns)}.")
@@ -153,7 +158,7 @@ def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
             fields = {
                 field: _answer("--columns", f"  Column with the {what}", None, choose) for field, what in asked.items()
             }
-            return look.rows(name, fields)
+            return detect.rows(name, fields)
 
     return read
 
@@ -168,9 +173,9 @@ def _one_of(columns: list[str]) -> Callable[[str], str]:
 
 
 def _ask_method(options: argparse.Namespace, model: Model, machine: Hardware) -> str:
-    from finetune.init import look
+    from finetune.init import detect
 
-    suggested, why = look.method(model, machine)
+    suggested, why = detect.method(model, machine)
     question = f"Train {', '.join(METHODS[:-1])} or {METHODS[-1]} ({suggested}: {why})"
     return _answer("--method", question, options.method, _known_method, suggested)
 

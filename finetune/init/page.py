@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import dump_setting
-from finetune.init.look import CONVERSATIONS, HELD_OUT, Model, Rows
+from finetune.init.detect import CONVERSATIONS, HELD_OUT, Model, Rows
 
 COMMENT_COLUMN = 44
 # Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning.

@@ -18,9 +18,9 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import UserError
 from finetune.measure.predict import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Curve, Gradients, Work, all_reduce_curve
-from finetune.plural import counted
 from finetune.runtime import bootstrap
 from finetune.runtime.files import write_json
+from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -182,7 +182,7 @@ def facts(job: Job) -> dict[str, Any]:
     """Everything that decides the time and memory of a job's micro-batches."""
     import torch
 
-    from finetune.engine.model import resolve_dtype
+    from finetune.engine.model.loading import resolve_dtype
 
     config = job.config
     found = {f"model.{key}": value for key, value in asdict(config.model).items()}

@@ -19,16 +19,17 @@ import numpy as np
 import torch
 
 from finetune.data.layout import Layout
-from finetune.engine import memory as process_memory
-from finetune.engine import optimizer_bytes
 from finetune.engine.job import Job
+from finetune.engine.monitoring import peak_memory as process_memory
+from finetune.engine.optimizer import state_bytes
 from finetune.engine.session import total_steps
 from finetune.measure import measurements
 from finetune.measure.measurements import micro_batch_tokens
 from finetune.measure.rules import MEMORY_MARGIN
-from finetune.plural import counted
-from finetune.runtime import activity, distributed, scripts
-from finetune.runtime.hardware import memory_outside_torch
+from finetune.runtime import scripts
+from finetune.runtime.machine.hardware import memory_outside_torch
+from finetune.runtime.ranks import activity, distributed
+from finetune.text import counted
 
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
 PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
@@ -356,9 +357,9 @@ def bytes_to_come(trainer: Any) -> float:
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     needed = 0.0
     for parameter in trained:
-        each = optimizer_bytes.of_number(name, parameter.element_size(), trainer.weights)
-        known = optimizer_bytes.of_part(name, parameter.numel(), each)
-        needed += parameter.numel() * optimizer_bytes.per_weight(name, each) if known is None else known
+        each = state_bytes.of_number(name, parameter.element_size(), trainer.weights)
+        known = state_bytes.of_part(name, parameter.numel(), each)
+        needed += parameter.numel() * state_bytes.per_weight(name, each) if known is None else known
     views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
     buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
     return needed + buckets

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.measure import measurements, slices
 from finetune.measure.measurements import slowest_rank_seconds
 from finetune.measure.predict import Curve, Prediction, Work, predict
-from finetune.runtime import distributed, process_group
+from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.tags import tag
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.rules import sharding
-from finetune.engine import optimizer_bytes
+from finetune.engine.optimizer import state_bytes
 from finetune.runtime import files
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
@@ -100,12 +100,12 @@ def storage(config: Config) -> Storage:
     model, training = config.model, config.training
     computed = 4 if model.dtype == "float32" else 2
     each = 4 if model.full_finetuning and training.master_weights == "float32" else computed
-    state = optimizer_bytes.of_number(training.optim, each, training.master_weights)
+    state = state_bytes.of_number(training.optim, each, training.master_weights)
     return Storage(
         layer=each,
         outside=each,
         full=model.full_finetuning,
-        state=optimizer_bytes.per_weight(training.optim, state),
+        state=state_bytes.per_weight(training.optim, state),
         gathered=None if computed == each else computed,
     )
 

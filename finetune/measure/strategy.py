@@ -19,10 +19,11 @@ from typing import Any
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.measure import rules
-from finetune.plural import counted
 from finetune.redact import redact_arguments
-from finetune.runtime import distributed, files, launch_lines, scripts
+from finetune.runtime import files, launch_lines, scripts
 from finetune.runtime.command import print_line
+from finetune.runtime.ranks import distributed
+from finetune.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.runtime import cpu_threads, files, subprocesses
+from finetune.runtime import files, subprocesses
+from finetune.runtime.machine import cpu_threads
 
 
 def report_of(

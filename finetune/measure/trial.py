@@ -18,8 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
-from finetune.engine import eight_bit
 from finetune.engine.job import Job
+from finetune.engine.optimizer import eight_bit
 from finetune.engine.session import Build, build_trainer
 from finetune.engine.trainer import set_learning_rate
 from finetune.measure import measurements, micro_batch

@@ -24,10 +24,10 @@ from rich.table import Table
 from finetune.config import Config, ConfigError, fixed, resolve_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
-from finetune.plural import counted
 from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
+from finetune.text import counted
 
 PURPOSE = (
     "Check that your configuration gives the same result on any number of GPUs: run its first optimizer steps on each"

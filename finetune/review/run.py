@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from finetune.errors import UserError
-from finetune.plural import counted
 from finetune.review import events
 from finetune.review import ranks as rank_records
 from finetune.review.events import Series
 from finetune.review.ranks import SHORT, WARM_UP, Ranks
 from finetune.review.values import at, count, json_object, mapping, number, sequence, text
 from finetune.runtime import tags
+from finetune.text import counted
 
 RUN_FILE, RANKS_FILE, HANG_FILE = "run.json", "ranks.jsonl", "hang/report.json"
 SILENT_SECONDS = 600.0  # a run that has written nothing for longer is not running, unless its steps are that long

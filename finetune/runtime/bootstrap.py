@@ -23,8 +23,10 @@ from typing import Any
 
 import patches
 from finetune.errors import UserError
-from finetune.runtime import cpu_threads, distributed, flash, startup
+from finetune.runtime import startup
 from finetune.runtime.files import cache_folder
+from finetune.runtime.machine import cpu_threads, flash
+from finetune.runtime.ranks import distributed
 from patches import core
 
 # Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.

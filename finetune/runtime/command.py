@@ -62,11 +62,11 @@ def run_with_options(
     Args:
         takes_script: whether the arguments may name a script; what follows it is the script's, also `--help`.
     """
-    from finetune.runtime import bytecode
     from finetune.runtime.files import cache_folder
+    from finetune.runtime.machine import pycache
 
     keep_printing()
-    bytecode.keep(cache_folder())  # before anything else is imported
+    pycache.keep(cache_folder())  # before anything else is imported
     from finetune.runtime.options import help_asked
     from finetune.runtime.scripts import is_script
 
@@ -83,7 +83,8 @@ def guarded(run: Callable[[], int]) -> int:
 
     Only the rank that failed first prints its error; the others exit quietly.
     """
-    from finetune.runtime import cpu_threads, distributed, failures, interrupt
+    from finetune.runtime.machine import cpu_threads
+    from finetune.runtime.ranks import distributed, failures, interrupt
 
     cpu_threads.sleep_while_waiting()
     interrupt.install()
@@ -106,7 +107,8 @@ def guarded(run: Callable[[], int]) -> int:
 
 def in_words(error: Exception) -> RunError | None:
     """The error to report for a full or missing disk or a broken connection, wherever it occurred; None for others."""
-    from finetune.runtime import disk, failures
+    from finetune.runtime.machine import disk
+    from finetune.runtime.ranks import failures
 
     broken = failures.of_broken_connection(describe(error))
     return disk.failure(error) or (RunError(broken) if broken else None)
@@ -120,7 +122,7 @@ def report(error: UserError) -> None:
 
 def _report(error: Exception, text: str) -> None:
     """Write the error to stderr on the one rank that reports it. It may quote a file's content or name."""
-    from finetune.runtime import failures
+    from finetune.runtime.ranks import failures
 
     try:
         mine = failures.claim_failure(describe(error))
@@ -133,7 +135,7 @@ def _report(error: Exception, text: str) -> None:
 
 
 def _rank_name() -> str:
-    from finetune.runtime import distributed
+    from finetune.runtime.ranks import distributed
 
     try:
         me = distributed.ranks()
@@ -167,7 +169,7 @@ def printable(text: str) -> str:
 @functools.cache
 def console() -> Console:
     """A console that prints on rank 0 and is quiet on the other ranks."""
-    from finetune.runtime import distributed
+    from finetune.runtime.ranks import distributed
 
     return new_console(quiet=not distributed.ranks().is_main)
 

@@ -21,8 +21,9 @@ from typing import Any
 import psutil
 
 from finetune.errors import UserError
-from finetune.runtime import distributed, files
+from finetune.runtime import files
 from finetune.runtime.command import print_line
+from finetune.runtime.ranks import distributed
 
 try:
     import fcntl

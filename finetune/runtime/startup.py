@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 
-from finetune.runtime import launcher
+from finetune.runtime.ranks import launcher
 
 
 class StartUp:

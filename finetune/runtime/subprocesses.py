@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.runtime import interrupt, launcher
+from finetune.runtime.ranks import interrupt, launcher
 
 STOP_SECONDS = 45  # for a launcher to end its ranks, which torch kills after 30 s
 
@@ -41,7 +41,7 @@ def start(
     """Start a command that ends when this process ends, even if this process is killed. Call in the main thread.
 
     On Linux the kernel sends it SIGTERM, which launchers forward to their ranks; on other systems this project's
-    commands detect it themselves (`finetune.runtime.interrupt`).
+    commands detect it themselves (`finetune.runtime.ranks.interrupt`).
     """
     parent = os.getpid()
     follow = functools.partial(launcher.signal_at_end_of, parent) if sys.platform == "linux" else None

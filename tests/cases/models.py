@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
+from tests.helpers import tiny
 
 LLAMA = {
     "hidden_size": 64,
@@ -69,7 +69,7 @@ def make(kind: str, folder: Path) -> Path:
 
 def _change_tokenizer(kind: str, tokenizer: Any) -> None:
     if kind == "gemma_like":  # turns end in a token that is not the tokenizer's EOS
-        from finetune.data.template import TEMPLATES
+        from finetune.data.templates.encoder import TEMPLATES
 
         tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"})
         tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})

@@ -26,7 +26,7 @@ import yaml
 
 from finetune import cli
 from tests.cases import models
-from tests.runs import in_this_process
+from tests.helpers.runs import in_this_process
 
 
 def _cases() -> list[Any]:

@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.advise import launch as plan
-from finetune.runtime.hardware import survey
-from tests import launch
+from finetune.runtime.machine.hardware import survey
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 

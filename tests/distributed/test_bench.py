@@ -13,7 +13,7 @@ from finetune.bench import launch as ranks
 from finetune.errors import RunError
 from finetune.measure import measurements
 from finetune.runtime import subprocesses
-from tests import launch, warm
+from tests.helpers import launch, warm
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +52,7 @@ def test_a_whole_curve_is_kept_for_the_scores_of_runs(tmp_path: Path) -> None:
 
 DIES = """
 import os, signal
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from finetune.bench import rank
 
 def measure(request):
@@ -114,7 +114,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """DDP accounts for its communication, of which plain PyTorch has none; advice takes each for its ranks."""
     from finetune.advise import dense
     from finetune.measure.predict import Work
-    from finetune.runtime.hardware import survey
+    from finetune.runtime.machine.hardware import survey
 
     monkeypatch.setattr(ranks, "_follow", warm.follow)
     monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
@@ -139,7 +139,7 @@ def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     from dataclasses import replace
 
     from finetune.bench.study import lora as study_lora
-    from finetune.runtime.hardware import survey
+    from finetune.runtime.machine.hardware import survey
 
     monkeypatch.setattr(subprocesses, "run", warm.run_command)
     monkeypatch.setattr(ranks, "_follow", warm.follow)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.convert.command import convert
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = [pytest.mark.campaign, pytest.mark.process]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests import launch, tiny
+from tests.helpers import ROOT, launch, tiny
 
-NOTEBOOKS = sorted((launch.ROOT / "examples" / "notebooks").glob("*.ipynb"))
-CONVERTED = launch.ROOT / "notebooks_converted"
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+CONVERTED = ROOT / "notebooks_converted"
 KINDS = (".py", ".report.json")
 
 
@@ -31,8 +31,8 @@ def test_there_is_a_script_for_each_notebook() -> None:
 def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.convert import main
 
-    monkeypatch.chdir(launch.ROOT)
-    assert main([str(notebook.relative_to(launch.ROOT)), "--no-witness", "--out", str(tmp_path)]) == 0
+    monkeypatch.chdir(ROOT)
+    assert main([str(notebook.relative_to(ROOT)), "--no-witness", "--out", str(tmp_path)]) == 0
     for kind in KINDS:
         name = notebook.stem + kind
         assert (tmp_path / name).read_bytes() == (CONVERTED / name).read_bytes(), f"{name}: run `make notebooks`"

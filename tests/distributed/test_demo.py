@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.quality import models
 from finetune.errors import RunError
-from tests import launch
+from tests.helpers import ROOT, launch
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +30,7 @@ def test_the_pretrained_demo_learns_its_task(tmp_path: Path) -> None:
         model = models.build(tmp_path / "models", "smollm2")
     except RunError as error:
         pytest.skip(f"the pretrained model cannot be had: {error}")
-    (tmp_path / "examples").symlink_to(launch.ROOT / "examples")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     arguments = ["--config", "examples/pretrained/smollm2.yaml", "--model.model_name_or_path", str(model)]
     arguments += ["--logging.generate_samples", "12", "--training.output_dir", str(tmp_path / "out")]
     done = launch.run("accelerate", arguments, cache=tmp_path)

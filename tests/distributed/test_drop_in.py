@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests import launch, warm
+from tests.helpers import ROOT, launch, warm
 
 pytestmark = pytest.mark.process
-SCRIPT = launch.ROOT / "tests" / "dropin" / "own.py"
+SCRIPT = ROOT / "tests" / "dropin" / "own.py"
 
 
 def run(ranks: int, model: Path, data: Path, out: Path, *extra: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch, tiny, warm
+from tests.helpers import ROOT, launch, tiny, warm
 
 STOCK = "from trl import SFTTrainer"
 OURS = "from finetune import SFTTrainer"
@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [pytest.param("unsloth_docs.py", marks=pytest.mark.unsloth), *list(SCRIPTS)[1:]])
 def test_one_changed_line(name: str, tiny_model: Path, data: Path, tmp_path: Path) -> None:
-    stock = (launch.ROOT / "tests" / "dropin" / name).read_text()
+    stock = (ROOT / "tests" / "dropin" / name).read_text()
     assert stock.count(STOCK) == 1
     script = tmp_path / name
     script.write_text(stock.replace(STOCK, OURS if WHOSE == "finetune" else ON_CPU))

@@ -10,8 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.runtime import runlock
-from tests import launch, tiny
 from tests.distributed.test_training import faulty
+from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
 

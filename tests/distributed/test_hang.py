@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")]
 STEP = 3  # complete before the fault

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.engine import checkpoints
-from tests import launch
+from finetune.engine.checkpoint import checkpoints
+from tests.helpers import launch
 
 pytestmark = [
     pytest.mark.process,
@@ -139,7 +139,7 @@ STUCK = """
 import os, signal, sys
 from pathlib import Path
 from finetune import train
-from finetune.runtime import interrupt
+from finetune.runtime.ranks import interrupt
 
 interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEP_FACTOR = 0.1, 1.0, 0
 from finetune.engine import session

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from finetune.parity import command as parity
-from tests import launch
 from tests.cases import models
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import launch, tiny
 from tests.distributed.test_training import worst
+from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from finetune.engine import pages
+from finetune.engine.monitoring import tensorboard_pages
 from finetune.review import review
 from finetune.review.page import html
 from finetune.runtime.tags import PHASES, tag
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 
@@ -129,7 +129,7 @@ def test_tensorboard_has_data_for_every_panel(address: str) -> None:
     assert plugins["finetune"]["tab_name"] == "Review"
     (name,) = get(address, "runs")
     categories = get(address, "plugin/custom_scalars/layout")["category"]
-    assert [one["title"] for one in categories] == list(pages.layout())
+    assert [one["title"] for one in categories] == list(tensorboard_pages.layout())
     empty = []
     for chart in (chart for one in categories for chart in one["chart"]):
         patterns = [pattern for pattern in chart.get("multiline", {}).get("tag", [])]
@@ -138,7 +138,7 @@ def test_tensorboard_has_data_for_every_panel(address: str) -> None:
         points = [len(values) for one in found for values in one["tag_to_events"].values()]
         points += [len(get(address, "plugin/scalars/scalars", tag=one, run=name)) for one in margins]
         empty += [] if any(points) else [chart["title"]]
-    only_on_gpus = {"MFU [0-1]", "fullest GPU [0-1]", *(chart for chart in pages.layout()["6 GPUs"])}
+    only_on_gpus = {"MFU [0-1]", "fullest GPU [0-1]", *(chart for chart in tensorboard_pages.layout()["6 GPUs"])}
     assert set(empty) == only_on_gpus
     texts = get(address, "plugin/text/tags")[name]
     assert {"1 review/text_summary", "2 data/text_summary"} <= set(texts)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import launch, tiny
 from tests.distributed.test_parity import arguments, faulty, prove
+from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
 

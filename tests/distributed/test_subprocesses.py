@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.runtime import subprocesses
-from tests import launch
+from tests.helpers import launch
 
 # What `finetune parity` does, with ranks that would go on for ever and say who they are.
 COMMAND = """

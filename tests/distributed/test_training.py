@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import namespaces, two_machines
-from tests import launch
+from tests.helpers import launch
 
 pytestmark = pytest.mark.process
 STEPS = 6

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -25,9 +25,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(launch.ROOT / name, source)
+        shutil.copy(ROOT / name, source)
     for name in ("finetune", "patches"):
-        shutil.copytree(launch.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     quiet = dict(check=True, capture_output=True, text=True, cwd=folder)
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], **quiet)

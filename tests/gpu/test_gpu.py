@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch, tiny
+from tests.helpers import launch, tiny
 
 # Not "error": torchao, which only an installation for GPUs has, warns while it is imported.
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
@@ -31,7 +31,7 @@ import os, sys, warnings
 from pathlib import Path
 import torch
 from transformers import TrainerCallback
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from finetune import train
 
 from finetune.engine import session
@@ -69,7 +69,7 @@ BUCKETS = """
 import os
 import torch
 import torch.distributed as dist
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
@@ -106,7 +106,7 @@ import os
 import types
 import torch
 import torch.distributed as dist
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from finetune.engine.trainer import SFTTrainer
 
 rank = int(os.environ["RANK"])
@@ -192,8 +192,8 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
     """Against float64 and autograd; sizes that no tile divides. One GPU."""
     import torch
 
-    from finetune.engine import adapted
-    from finetune.engine.low_rank import Term
+    from finetune.engine.kernels import fused_lora
+    from finetune.engine.kernels.low_rank import Term
 
     torch.manual_seed(0)
     dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[kind]
@@ -216,8 +216,8 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
     if products[2] is not None:
         products[2] = products[2].T  # left^T h
     expected = [h, None if down is None else h @ down.double().T, dg, du, *products]
-    *gradients, found = adapted.silu_and_multiply_backward(gate, up, dh, *terms)
-    found = [*adapted.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
+    *gradients, found = fused_lora.silu_and_multiply_backward(gate, up, dh, *terms)
+    found = [*fused_lora.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one is None) == (other is None)
         if one is not None:
@@ -283,7 +283,7 @@ def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.engine import layer_kernels
+    from finetune.engine.kernels import liger
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 24}
@@ -298,7 +298,7 @@ def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> 
         return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
 
     before = step()
-    layer_kernels.install(model)
+    liger.install(model)
     assert "Liger" in model.model.layers[0].input_layernorm._get_name()
     assert ("liger" in model.model.layers[0].mlp.forward.__func__.__module__) == (gate == "silu")
     for one, other in zip(step(), before, strict=True):
@@ -367,7 +367,7 @@ def test_a_dry_run_measures_this_gpu(folder: Path) -> None:
 @pytest.mark.multigpu
 def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: the link of the pair, an all-reduce, doctor's topology."""
-    from finetune.runtime import hardware
+    from finetune.runtime.machine import hardware
 
     machine = hardware.survey()
     assert machine.count >= 2 and machine.links and machine.gpus and machine.links[0].kind

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from finetune.convert import sandbox
+from tests.helpers import ROOT
 from tests.notebooks import witness_faults
-from tests.unit.test_sandbox_attacks import kernel
+from tests.unit.convert.test_sandbox import kernel
 
 pytestmark = [pytest.mark.campaign, pytest.mark.process, kernel]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.review import events
-from tests import launch, tiny, warm
+from tests.helpers import ROOT, launch, tiny, warm
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SCRIPT = launch.SPIES / "review_fault.py"
@@ -224,7 +224,7 @@ def keep(source: Path, out: Path, scratch: Path) -> None:
     """Copy run.json, ranks.jsonl and the scalars of the events; names of this machine are replaced."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "runs" / out.name).mkdir(parents=True)
-    words = {str(scratch): "scratch", str(launch.ROOT): "project", sys.prefix: "python"}
+    words = {str(scratch): "scratch", str(ROOT): "project", sys.prefix: "python"}
 
     def plain(text: str) -> str:
         for word, instead in words.items():

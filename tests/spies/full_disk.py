@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.engine import tensor_files
+from finetune.engine.checkpoint import tensor_files
 from tests.spies import train_with
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from tests.spies import train_with
 
 

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from tests.spies import train_with
 
 AT = {"stop": "training_step", "loader": "_collate", "save": "_save_optimizer_and_scheduler"}

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from finetune.engine import invariants
+from finetune.engine.monitoring import invariants
 from finetune.parity import run as parity_run
 from finetune.runtime.hooks import Hooks
 
@@ -41,11 +41,11 @@ def main() -> int:
         place = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
         invariants.own_facts = lambda trainer: replace(healthy(trainer), **place)
     if kind == "not sharded":
-        from finetune.engine import shard
+        from finetune.engine.sharding import shard
 
         shard.fully_shard = lambda module, **_: module
     if kind == "embedding left out":
-        from finetune.engine import shard
+        from finetune.engine.sharding import shard
 
         healthy_units = shard.fully_shard
         shard.fully_shard = lambda module, **how: (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from finetune.runtime import distributed
+from finetune.runtime.ranks import distributed
 from tests.spies import train_with
 
 SECONDS = float(os.environ.get("FAULT_SECONDS", "0.05"))  # of each micro-batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from finetune.engine import tensor_files
+from finetune.engine.checkpoint import tensor_files
 from tests.spies import train_with
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.data import template
-from finetune.runtime import distributed
+from finetune.data.templates import encoder
+from finetune.runtime.ranks import distributed
 from tests.spies import train_with
 
 FOLDER = Path(os.environ.get("SPY", "."))
@@ -17,14 +17,14 @@ FOLDER = Path(os.environ.get("SPY", "."))
 
 def count_tokenized() -> None:
     """Note the rows of each batch that is tokenized."""
-    encode = template.Encoder.encode_batch
+    encode = encoder.Encoder.encode_batch
 
     def encode_counted(self: Any, rows: Any) -> Any:
         with (FOLDER / "tokenized.txt").open("a") as file:
             file.write(f"{len(rows)}\n")
         return encode(self, rows)
 
-    template.Encoder.encode_batch = encode_counted
+    encoder.Encoder.encode_batch = encode_counted
 
 
 def watch(trainer: Any) -> None:

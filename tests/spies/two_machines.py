@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from finetune.engine import checkpoints
+from finetune.engine.checkpoint import checkpoints
 from tests.spies import train_with
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch, tiny
+from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
 
@@ -245,7 +245,7 @@ class TestFullDisk:
         words = " ".join(done.stdout.split())
         assert "No space left" in words and "newest complete checkpoint is checkpoint-2" in words
         assert "Traceback" not in words, done.stdout[-3000:]
-        from finetune.engine import checkpoints
+        from finetune.engine.checkpoint import checkpoints
 
         assert checkpoints.find(out, True).path == out / "checkpoint-2"
         assert not list(out.glob(".checkpoint*"))

@@ -18,13 +18,13 @@ import torch
 from finetune import script
 from finetune.config import Config, load
 from finetune.data.prepare import Data, prepare
-from finetune.engine import job, model
+from finetune.engine import job
+from finetune.engine.model import loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import Hooks
-from tests import launch, tiny
+from tests.helpers import ROOT, launch, tiny
 
-ROOT = Path(__file__).parents[2]
 ROWS = [{"text": f"the cat sees {word}"} for word in tiny.WORDS]
 
 
@@ -285,7 +285,7 @@ PLAIN = Stack(backend="transformers", reason="a test", device="cpu", local_rank=
 
 def loaded(folder: Path, *extra: str) -> Any:
     named = ["--model.model_name_or_path", str(folder), "--data.train_file", "t", "--model.backend", "transformers"]
-    return model.load(load([*named, *extra]), PLAIN, row_length=64)
+    return loading.load(load([*named, *extra]), PLAIN, row_length=64)
 
 
 def adapters(found: Any) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
         loaded(tiny_model, "--lora.adapter_kwargs", "{finetune_mlp_modules: false}")
     named = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", "t", "--model.loader", "FastModel"]
     with pytest.raises(UserError, match=r"model.loader is FastModel, .* the backend is transformers \(a test\)"):
-        model.check(load(named), PLAIN)
+        loading.check(load(named), PLAIN)
 
 
 @pytest.mark.parametrize("chosen", ["nonsense", "flash_attention_3"])
@@ -322,12 +322,12 @@ import json, sys
 from finetune.runtime import bootstrap
 from finetune.config import load
 stack = bootstrap.start("unsloth")
-from finetune.engine import model
+from finetune.engine.model import loading
 answers = []
 for extra in json.loads(sys.argv[2]):
     config = load(["--model.model_name_or_path", sys.argv[1], "--data.train_file", "t", *extra])
     try:
-        found = model.load(config, stack, row_length=64)
+        found = loading.load(config, stack, row_length=64)
         names = [name for name, p in found.named_parameters() if p.requires_grad]
         answers.append([len(names), sum("layers.1." in name for name in names), found.peft_config["default"].bias])
     except Exception as error:

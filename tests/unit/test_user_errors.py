@@ -22,12 +22,16 @@ from rich.text import Text
 from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
-from finetune.engine import adapter_targets, checkpoints, preflight, record, session
-from finetune.engine import model as engine_model
+from finetune.engine import preflight, record, session
+from finetune.engine.checkpoint import checkpoints
+from finetune.engine.model import adapter_targets
+from finetune.engine.model import loading as engine_model
 from finetune.errors import RunError, UserError
-from finetune.runtime import command, disk, distributed, launcher
+from finetune.runtime import command
 from finetune.runtime.bootstrap import Stack
-from tests import tiny
+from finetune.runtime.machine import disk
+from finetune.runtime.ranks import distributed, launcher
+from tests.helpers import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
@@ -163,7 +167,7 @@ def small_disk(tmp_path: Path):
 
 @pytest.mark.process
 def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from finetune.engine.event_file import EventFile
+    from finetune.engine.monitoring.event_file import EventFile
 
     events = EventFile(small_disk / "runs")
     assert not (small_disk / "runs").exists()  # made at the first write

@@ -14,11 +14,11 @@ from finetune.bench.study import lora as study_lora
 from finetune.bench.study import report as study_report
 from finetune.errors import UserError
 from finetune.measure.protocol import WARM_UP
-from finetune.plural import counted
 from finetune.runtime.command import print_line
 from finetune.runtime.files import write_json
-from finetune.runtime.hardware import Hardware, survey, topology_line
-from finetune.runtime.nccl import in_words, settings
+from finetune.runtime.machine.hardware import Hardware, survey, topology_line
+from finetune.runtime.machine.nccl import in_words, settings
+from finetune.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

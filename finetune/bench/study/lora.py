@@ -15,7 +15,7 @@ from finetune.bench import step
 from finetune.errors import RunError
 from finetune.runtime import subprocesses
 from finetune.runtime.command import console
-from finetune.runtime.hardware import Hardware
+from finetune.runtime.machine.hardware import Hardware
 
 SHAPES = ("llama-1.2b", "llama-3b")  # of benchmarks/models.py
 MOST_RUNS, MOST_STEPS = 3, 20  # steps take about a hundred times as long as those of the dense models

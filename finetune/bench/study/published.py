@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.runtime import nccl
+from finetune.runtime.machine import nccl
 
 MACHINE = "2 x RTX 4070 Ti SUPER, PHB, no peer access (TensorFlow 2.19, NCCL 2.18.5)"
 

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.bench import rank
-from finetune.runtime import communication, distributed, hardware
+from finetune.runtime import communication
 from finetune.runtime.clock import Clock
+from finetune.runtime.machine import hardware
+from finetune.runtime.ranks import distributed
 
 PHASES = ("forward", "backward", "optimizer", "other")  # there is no data to wait for
 

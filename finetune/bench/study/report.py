@@ -10,9 +10,9 @@ from rich.markdown import Markdown
 
 from finetune.bench import timeline
 from finetune.bench.study import published
-from finetune.plural import counted
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
+from finetune.text import counted
 
 
 def show(found: Mapping[str, Any]) -> None:

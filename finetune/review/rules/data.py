@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.plural import counted
 from finetune.review.finding import Finding, percent
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, text
+from finetune.text import counted
 
 DROPPED = 0.05  # of the rows read
 TRUNCATED = 0.10

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.plural import counted
 from finetune.review.finding import Finding, duration
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, sequence, text
+from finetune.text import counted
 
 
 def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.plural import counted
 from finetune.review.events import Series
 from finetune.review.finding import Finding, number, percent
 from finetune.review.finding import steps as named
 from finetune.review.rules import curve
 from finetune.review.run import Run, evaluations
+from finetune.text import counted
 
 FEWEST = 15  # losses, for a statement about their course
 RISE = 1.2  # last tenth by the least running median; calibrated

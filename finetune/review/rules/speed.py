@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.plural import counted
 from finetune.review.finding import Finding, confidence, duration, number, percent
 from finetune.review.rules import ranks, straggler, timing
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, sequence
 from finetune.review.values import number as value_of
+from finetune.text import counted
 
 DATA_WAIT = 0.10  # of the step; calibrated
 PADDING = 0.20  # of the positions

@@ -1,0 +1,190 @@
+"""A conversation in the terminal. Answers appear as they are generated."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+from transformers import TextStreamer
+
+from finetune.chat.generation import Answer, Messages, Speaker
+from finetune.errors import UserError
+from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, printable
+from finetune.runtime.files import write_json
+from finetune.text import counted
+
+HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+def run(speaker: Speaker, json: Path | None) -> int:
+    """Talk until the input ends. Returns the exit code: 130 after Ctrl-C at the prompt.
+
+    Raises:
+        UserError: the chat template fails on the conversation.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing and history for `input`
+    print_line(HELP)
+    conversation, code = Conversation(speaker), DONE
+    with _keyboard():
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                code = INTERRUPTED
+                break
+            except UnicodeDecodeError:
+                print_line("This is not UTF-8. Type it again.", style="yellow")
+                continue
+            if text == "/exit":
+                break
+            if text == "/clear":
+                conversation = Conversation(speaker, conversation.turns)
+                print_line("Conversation cleared.")
+            elif text == "/help":
+                print_line(HELP)
+            elif text:
+                conversation.say(text)
+    if sys.stdin.isatty():
+        print_line("")
+    if json:
+        write_json(json, {"run": str(speaker.found.given), **speaker.facts(), "turns": conversation.turns})
+    return code
+
+
+class Conversation:
+    """What was said so far: once with the trained model and, if the base model answers too, once with that."""
+
+    def __init__(self, speaker: Speaker, turns: list[dict[str, Any]] | None = None) -> None:
+        self.speaker = speaker
+        self.number = 1 + (turns[-1]["conversation"] if turns else 0)
+        self.sides = ("base", "trained") if speaker.loaded.base is not None else ("trained",)
+        self.said: dict[str, Messages] = {side: [] for side in self.sides}
+        self.turns: list[dict[str, Any]] = [] if turns is None else turns  # for --json
+
+    def say(self, text: str) -> None:
+        """Print the answer to a message. A message that is too long is reported and forgotten."""
+        asked = {side: self._with(self.said[side], text) for side in self.sides}
+        try:
+            encoded = {side: self.speaker.encode(asked[side]) for side in self.sides}
+            for ids in encoded.values():
+                self.speaker.room(ids)
+        except UserError as error:
+            print_line(f"{error} /clear forgets what was said.", style="yellow")
+            return
+        screen = Screen(self.sides)
+        turn: dict[str, Any] = {"conversation": self.number, "prompt": text}
+        with screen, contextlib.suppress(KeyboardInterrupt):
+            for side in self.sides:
+                answer = self._answer(side, encoded[side], screen)
+                turn["base" if side == "base" else "answer"] = asdict(answer)
+        for side in self.sides:  # of an answer that was stopped: what has been shown
+            self.said[side] = [*asked[side], {"role": "assistant", "content": screen.texts[side]}]
+        self.turns.append(turn)
+        for side in self.sides:
+            shown = turn.get("base" if side == "base" else "answer")
+            if shown is not None and not shown["finished"]:
+                whose = f"{side} " if len(self.sides) > 1 else ""
+                print_line(
+                    f"({whose}cut at {counted(shown['tokens'], 'token')}; --max-new-tokens allows more)", style="yellow"
+                )
+
+    def _with(self, said: Messages, text: str) -> Messages:
+        return [*said, {"role": "user", "content": text}] if said else self.speaker.opening(text)
+
+    def _answer(self, side: str, ids: list[int], screen: Screen) -> Answer:
+        streamer = Streamer(self.speaker, lambda text: screen.show(side, text))
+        (answer,) = self.speaker.answer([ids], base=side == "base", streamer=streamer)
+        screen.finish(side, answer.text)
+        return answer
+
+
+class Streamer(TextStreamer):
+    """Passes on the text so far each time that it grows, without special tokens and without a stop text."""
+
+    def __init__(self, speaker: Speaker, show: Any) -> None:
+        super().__init__(speaker.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop, self._show, self._text = speaker.stop_string, show, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._text += text
+        shown = self._text
+        if self._stop:
+            found = shown.find(self._stop)
+            # The beginning of a stop text may be all that has come so far.
+            shown = shown[:found] if found >= 0 else shown if stream_end else shown[: 1 - len(self._stop) or None]
+        self._show(shown)
+
+
+class Screen:
+    """Shows growing answers: side by side on a terminal if there are two, one after the other elsewhere."""
+
+    def __init__(self, sides: tuple[str, ...]) -> None:
+        self.texts = dict.fromkeys(sides, "")
+        self._live: Live | None = None
+        if len(sides) > 1 and console().is_terminal:
+            self._live = Live(console=console(), auto_refresh=False, transient=False)
+        self._begun = ""  # the side that is being written, without columns
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._begun:
+            _write("\n")
+
+    def show(self, side: str, text: str) -> None:
+        """The answer of a side so far."""
+        before, self.texts[side] = self.texts[side], text
+        if text == before:
+            return
+        if self._live:
+            self._draw()
+            return
+        if side != self._begun:
+            if len(self.texts) > 1:
+                _write(f"{'' if not self._begun else chr(10)}{side}: ")
+            self._begun = side
+        _write(printable(text[len(before) :]))
+
+    def finish(self, side: str, text: str) -> None:
+        """The whole answer of a side; white space may differ from what was shown while it grew."""
+        self.texts[side] = text
+        if self._live:
+            self._draw()
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        width = max(console().width // 2, 20)
+        panels = [Panel(Text(printable(one)), title=name, width=width) for name, one in self.texts.items()]
+        self._live.update(Columns(panels, padding=0), refresh=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt for the time of a block: it stops an answer, not the program."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,310 @@
+"""What this machine and its software are.
+
+torch and Unsloth are examined in subprocesses: a driver or library that crashes loses only its own answer, what
+libraries print stays out of the report, and selecting one device does not hide the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from finetune import __version__
+from finetune.config import Config, resolve_batch
+from finetune.errors import UserError, describe
+from finetune.redact import MASK, is_secret_name
+from finetune.runtime import files, subprocesses
+from finetune.runtime.ranks import distributed
+
+WORLD_SIZES = (1, 2, 4, 8)
+ANSWER_SECONDS = 300  # a driver may hang
+MOST_FILES = 20_000  # a larger folder is not measured: it would take too long
+
+SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "FINETUNE_CACHE")
+SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
+PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu", "mixed_precision")
+
+Found = dict[str, Any]  # what `examine` returns
+NO_DEVICES: Found = {  # if the subprocess that examines them dies
+    **{"devices": [], "topology": [], "topology_line": None, "differences": []},
+    **{"driver_gpus": None, "versions": {}, "unknown": {}},
+}
+
+
+def examine(config: Config, launcher: dict[str, Any]) -> Found:
+    """Everything the report contains, ready for JSON. What is unknown is None, with the reason under `unknown`."""
+    from finetune.runtime import bootstrap
+
+    devices, stack = _ask(("devices",), ("stack", config.model.backend))
+    hardware = NO_DEVICES | devices
+    unknown = dict(hardware["unknown"])
+    if "error" in hardware:
+        unknown["devices"] = hardware["error"]
+    versions = {"finetune": __version__, **bootstrap.versions(), **hardware["versions"]}
+    return {
+        "versions": versions | {"system": platform.platform()},
+        "devices": hardware["devices"],
+        "driver_gpus": hardware["driver_gpus"],
+        "topology": hardware["topology"],
+        "topology_line": hardware["topology_line"],
+        "differences": hardware["differences"],
+        "machine": _machine(),
+        "stack": stack,
+        "launcher": launcher,
+        "accelerate_profile": _default_profile(),
+        "folders": _folders(config),
+        "environment": environment(),
+        "configuration": config.config_file,
+        "batch": [] if config.demo else [cut_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
+        "unknown": unknown,
+    }
+
+
+def _ask(*questions: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The answers of subprocesses, one per question, or `error`: why there is no answer.
+
+    They run concurrently: importing torch and Unsloth takes most of the time of a report.
+    """
+    asked = [_start(*question) for question in questions]
+    try:
+        return [_answer(process) for process in asked]
+    finally:
+        for process in asked:  # on a signal, they end with this one
+            process.kill()
+
+
+def _start(question: str, *arguments: str) -> subprocess.Popen[str]:
+    code = "import sys; from finetune import doctor; doctor.answer(*sys.argv[1:])"
+    # Whether the launcher asked for the CPU is read from the parent's command line, which subprocesses do not have.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if question == "stack" and wants_cpu() else {}
+    return subprocesses.start(
+        [sys.executable, "-c", code, question, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        errors="replace",
+        env=os.environ | hidden,
+    )
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        out, errors = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {ANSWER_SECONDS} s"}
+    answers = [line for line in out.splitlines() if line.startswith(_MARK)]
+    if answers:
+        return json.loads(answers[-1].removeprefix(_MARK))
+    ended = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit code {process.returncode}"
+    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "it printed nothing")
+    return {"error": f"the subprocess died with {ended}: {last.strip()[:300]}"}
+
+
+_MARK = "finetune-doctor-answer "
+
+
+def answer(question: str, *arguments: str) -> None:
+    """Run in a subprocess by `_ask`: print the answer on a separate line, after whatever the libraries have printed."""
+    try:
+        found = {"devices": look_at_devices, "stack": start_stack}[question](*arguments)
+    except Exception as error:  # whatever a broken installation raises belongs in the report
+        found = {"error": describe(error)}
+    sys.stdout.write(f"\n{_MARK}{json.dumps(found, default=str)}\n")
+    sys.stdout.flush()
+
+
+def start_stack(backend: str) -> dict[str, Any]:
+    """Start as a run does, probes and patches included: which backend, and why."""
+    import patches
+    from finetune.engine.kernels import liger
+    from finetune.runtime import bootstrap
+    from finetune.runtime.machine import flash, hardware
+
+    stack = bootstrap.start(backend, optimizers=patches.OPTIMIZERS).with_masks()
+    return {
+        "backend": stack.backend,
+        "reason": stack.reason,
+        "device": stack.device,
+        "flash_4": flash.unusable(),
+        "liger": liger.unusable(stack.device),
+        "patches": [verdict.to_dict() for verdict in stack.patches],
+        "hardware": hardware.probe().to_dict(),
+    }
+
+
+def look_at_devices() -> dict[str, Any]:
+    """GPUs and the links between them, and whether each computes."""
+    import torch
+
+    from finetune.runtime.machine import hardware
+
+    machine = hardware.survey()
+    unknown = dict(machine.unknown)
+    versions = {
+        "torch": torch.__version__,  # with the build, such as +cu130
+        "cuda": torch.version.cuda,
+        "nccl": machine.nccl_version,
+        "driver": machine.driver_version,
+    }
+    if torch.version.cuda is None:
+        unknown["cuda"] = unknown["devices"]
+    devices = []
+    for gpu in machine.gpus or ():  # afterwards: it takes memory on each
+        known = gpu.to_dict() | {"computes": False}
+        try:
+            known["computes"] = _computes(gpu.index)
+            if gpu.free_gib is None:
+                known["free_gib"] = torch.cuda.mem_get_info(gpu.index)[0] / 2**30
+        except Exception as error:  # whatever a card, its driver or its kernels raise is the answer
+            unknown[f"computing on GPU {gpu.index}"] = describe(error)
+        devices.append(known)
+    return {
+        "versions": versions,
+        "devices": devices,
+        "driver_gpus": machine.driver_gpus,
+        "topology": [link.to_dict() for link in machine.links or ()],
+        "topology_line": hardware.topology_line(machine),
+        "differences": list(machine.differences),
+        "unknown": unknown,
+    }
+
+
+def _computes(index: int) -> bool:
+    """Run a kernel: a card that this torch has no code for, or that is broken, fails here and not in a run."""
+    import torch
+
+    return float(torch.ones(8, device=f"cuda:{index}").sum()) == 8.0
+
+
+def launcher() -> dict[str, Any]:
+    try:
+        return asdict(distributed.ranks())
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def wants_cpu() -> bool:
+    try:
+        return distributed.wants_cpu()
+    except Exception:  # a broken profile: accelerate itself reports it
+        return False
+
+
+def _machine() -> dict[str, Any]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    shared = Path("/dev/shm")
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": memory.total / 2**30,
+        "free_gib": memory.available / 2**30,
+        "shared_memory_gib": shutil.disk_usage(shared).total / 2**30 if shared.is_dir() else None,
+    }
+
+
+def _default_profile() -> dict[str, Any] | None:
+    """What `accelerate launch` does without --config_file, if the user has run `accelerate config`."""
+    import yaml
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HOME) / "accelerate"
+    files = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
+    if not files:
+        return None
+    file = files[0]
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return {"path": str(file), "error": describe(error)}
+    if not isinstance(content, dict):
+        return {"path": str(file), "error": "it holds no settings"}
+    return {"path": str(file)} | {key: content[key] for key in PROFILE_KEYS if key in content}
+
+
+def _folders(config: Config) -> list[dict[str, Any]]:
+    from huggingface_hub import constants
+
+    from finetune.runtime import bootstrap
+
+    cache, given = bootstrap.cache_folder(), os.environ.get
+    named = {
+        "output": config.training.output_dir,
+        "data cache": config.data.cache_dir or cache / "data",
+        "Unsloth's classes": given("UNSLOTH_COMPILE_LOCATION", cache / "unsloth_compiled"),
+        "Hugging Face Hub": constants.HF_HUB_CACHE,
+        "Hugging Face datasets": given("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"),
+        "Triton cache": given("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"),
+    }
+    return [{"name": name, **folder(Path(path))} for name, path in named.items()]
+
+
+def folder(path: Path) -> dict[str, Any]:
+    """A folder's size and its disk: if it does not exist yet, that of its nearest existing parent."""
+    path = path.expanduser().absolute()
+    there = files.existing(path)
+    size, why = _size(path) if path.is_dir() else (None, "it does not exist yet" if there != path else "it is a file")
+    return {
+        "path": str(path),
+        "size_gib": None if size is None else size / 2**30,
+        "size_unknown": why,
+        "disk_free_gib": shutil.disk_usage(there).free / 2**30,
+        "file_system": _file_system(there),
+        "writable": there.is_dir() and os.access(there, os.W_OK),
+    }
+
+
+def _size(path: Path) -> tuple[int | None, str | None]:
+    """Bytes of the files below `path`, or why they are not counted.
+
+    Symbolic links, which the Hub's cache uses, are not followed.
+    """
+    count = total = 0
+    waiting = [path]
+    try:
+        while waiting:
+            for entry in os.scandir(waiting.pop()):
+                count += 1
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+            if count > MOST_FILES:
+                return None, f"it has more than {MOST_FILES:,} files"
+    except OSError as error:  # another user's, or gone since
+        return None, describe(error)
+    return total, None
+
+
+def _file_system(path: Path) -> str | None:
+    """The kind of file system, such as ext4 or nfs4, of the deepest mount above a path that exists."""
+    import psutil
+
+    try:
+        mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    except OSError:
+        return None
+    real = path.resolve()
+    return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
+
+
+def cut_batch(config: Config, world: int) -> dict[str, Any]:
+    """How the global batch is divided at a world size, or `refused`: why it cannot be."""
+    try:
+        return {"world_size": world} | asdict(resolve_batch(config.training, world, config.data))
+    except UserError as error:
+        return {"world_size": world, "refused": str(error)}
+
+
+def environment() -> dict[str, str]:
+    """The variables of the allow list that are set; no others are read."""
+    shown = {name: value for name, value in os.environ.items() if name in SHOWN or name.startswith(SHOWN_PREFIXES)}
+    return {name: MASK if is_secret_name(name) else value for name, value in sorted(shown.items())}

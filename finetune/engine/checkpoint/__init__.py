@@ -1,0 +1,1 @@
+"""Checkpoints and the final model: written, verified, resumed and found again."""

@@ -1,0 +1,204 @@
+"""What a run has left behind: the folder that holds its adapter or model, and how that was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.data.ledger import is_templated
+from finetune.engine import preflight
+from finetune.engine.checkpoint import checkpoints
+from finetune.engine.record import FILE_NAME
+from finetune.errors import UserError
+from finetune.runtime import files
+
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_THE_OPTIMIZER = (".pt", ".pth", ".bin")  # files of a checkpoint that only a resumed run reads
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """An adapter or a full model that can be loaded.
+
+    given:    as the user wrote it
+    folder:   of the weights and the tokenizer: the output folder, or a checkpoint in it
+    adapter:  PEFT's adapter_config.json; None for a full model
+    record:   run.json of the run; empty if there is none
+    note:     which checkpoint was chosen and why, if the folder has no final model
+    """
+
+    given: Path
+    folder: Path
+    adapter: dict[str, Any] | None
+    record: dict[str, Any] = field(default_factory=dict)
+    note: str | None = None
+
+    def setting(self, name: str, kind: type) -> Any:
+        """A value of the run's configuration by its dotted name; None if there is none of this type. run.json may come
+        from a stranger: nothing in it is trusted to be what it should be."""
+        section, _, key = name.partition(".")
+        config = self.record.get("config")
+        values = config.get(section) if isinstance(config, dict) else None
+        value = values.get(key) if isinstance(values, dict) else None
+        return value if type(value) is kind else None
+
+    @property
+    def base(self) -> str | None:
+        """Name or folder of the model that was trained; None if it is not recorded."""
+        named = self.adapter.get("base_model_name_or_path") if self.adapter else None
+        named = named or self.setting("model.model_name_or_path", str)
+        return named if isinstance(named, str) and named else None
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of the base model on the Hub."""
+        named = self.adapter.get("revision") if self.adapter else None
+        named = named or self.setting("model.revision", str)
+        return named if isinstance(named, str) and named else None
+
+    @property
+    def dtype(self) -> str | None:
+        """What the run computed in, by torch's name; None if it is not recorded."""
+        found = self.record.get("dtype")
+        return found if found in _DTYPES else None
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of the frozen base weights in training; None if they were not quantized."""
+        four, eight = (self.setting(f"model.load_in_{bits}bit", bool) for bits in (4, 8))
+        return 4 if four else 8 if eight else None
+
+    @property
+    def templated(self) -> bool | None:
+        """Whether training rows were in the chat template; None if it is not recorded."""
+        return False if self.setting("model.chat_template", str) == "none" else is_templated(self.record)
+
+    @property
+    def base_digest(self) -> str | None:
+        """`resume.weights_digest` of the base model that the adapter was trained on, if it was recorded."""
+        settings = self.record.get("settings")
+        found = settings.get("base weights") if isinstance(settings, dict) else None
+        return found if isinstance(found, str) else None
+
+
+def find(given: Path) -> Trained:
+    """What to load for a run's output folder, one of its checkpoints, or a folder that `save_model` or
+    `save_pretrained` wrote. Checkpoints are verified by their checksums; nothing else is read than JSON and headers.
+
+    An output folder stands for its final model; if the run has not finished, for its newest complete checkpoint.
+
+    Raises:
+        UserError: there is no such folder, it holds nothing that was trained, or what it holds is damaged.
+    """
+    if not given.exists():
+        raise UserError(f"no such folder: {given}. Give the output_dir of a run, or a checkpoint in it.")
+    if not given.is_dir():
+        raise UserError(f"not a folder: {given}. Give the output_dir of a run, or a checkpoint in it.")
+    if (given / checkpoints.MANIFEST).exists() or given in checkpoints.checkpoints(given.parent):
+        return _checkpoint(given, given, _record(given.resolve().parent))
+    record = _record(given)
+    unfinished = bool(record) and record.get("status") != "done"
+    if unfinished or _weights(given) is None:
+        complete = checkpoints.complete_checkpoints(given)
+        if complete:
+            newest = complete[-1]
+            why = f"the run is {_status(record)}" if unfinished else "there is no final model"
+            note = f"{given}: {why}, so its newest complete checkpoint is used: {newest.name}."
+            return _checkpoint(given, newest, record, note)
+    if _weights(given) is None:
+        raise _nothing(given, record)
+    return _checked(Trained(given=given, folder=given, adapter=_adapter(given), record=record))
+
+
+def _checkpoint(given: Path, folder: Path, record: dict[str, Any], note: str | None = None) -> Trained:
+    if why := checkpoints.damage(folder, verify=True, unread=_OF_THE_OPTIMIZER):
+        others = [one.name for one in checkpoints.complete_checkpoints(folder.parent) if one != folder]
+        raise UserError(
+            f"not a complete checkpoint: {folder} ({why}). Give another one (complete in {folder.parent}: "
+            f"{', '.join(others) or 'none'}), or the output folder of the run."
+        )
+    if _weights(folder) is None:
+        raise _nothing(folder, record)
+    return _checked(Trained(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note))
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """The run.json in a folder; empty if there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return {}
+    try:
+        found = files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {str(error)[:200]}. Restore it, or remove it.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be a JSON object: it is a {type(found).__name__}. Restore it, or remove it.")
+    return found
+
+
+def _weights(folder: Path) -> list[Path] | None:
+    """The files of an adapter's or a model's weights; None if the folder has none with a configuration."""
+    if (folder / preflight.ADAPTER).is_file():
+        file = folder / _ADAPTER_WEIGHTS
+        return [file] if file.is_file() else None
+    if not (folder / "config.json").is_file():
+        return None
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    try:
+        names = sorted(set(files.read_json(folder / _INDEX)["weight_map"].values()))
+        return [folder / Path(name).name for name in names]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _status(record: dict[str, Any]) -> str:
+    return str(record.get("status", "not recorded"))[:20]
+
+
+def _nothing(folder: Path, record: dict[str, Any]) -> UserError:
+    if record:
+        return UserError(
+            f"nothing is saved in {folder}: the run is {_status(record)}, without a final model or a complete "
+            "checkpoint. Resume it with training.resume_from_checkpoint, or give another run."
+        )
+    return UserError(
+        f"not a run: {folder} has no run.json, no checkpoint, and no adapter or model in safetensors. Give the "
+        "output_dir of a run, or a checkpoint in it."
+    )
+
+
+def _checked(found: Trained) -> Trained:
+    """Check the sizes of the weights' files against their headers.
+
+    Raises:
+        UserError: one of them is missing or damaged, or not a regular file.
+    """
+    preflight.check_regular(found.folder)
+    for file in _weights(found.folder) or []:
+        why = preflight.why_damaged(file) if file.is_file() else "it is missing"
+        if why:
+            raise UserError(f"{file} is damaged: {why}. Copy it again, or give another checkpoint of the run.")
+    return found
+
+
+def _adapter(folder: Path) -> dict[str, Any] | None:
+    """The adapter's configuration; None for a full model.
+
+    Raises:
+        UserError: it is damaged, or not one that PEFT can read.
+    """
+    path = folder / preflight.ADAPTER
+    if not path.is_file():
+        return None
+    found = preflight.read_object(path)
+    if not isinstance(found.get("peft_type"), str):
+        raise UserError(f"{path} is not an adapter's configuration: it has no peft_type. Copy the folder again.")
+    return found

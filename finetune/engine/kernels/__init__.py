@@ -1,0 +1,1 @@
+"""Attention, LoRA and FP8 products, and which kernels compute them."""

@@ -1,0 +1,306 @@
+"""The attention of packs on a GPU: which kernel computes it, and how transformers' own layers reach it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from finetune.errors import UserError
+from finetune.runtime.machine import flash
+from finetune.runtime.ranks import distributed
+
+PACKED = "finetune_packed"  # name among transformers' attention functions
+FLASH_2 = "FlashAttention-2 (torch)"
+FLASH_4 = "FlashAttention-4"
+OTHER = "the model's own"
+# Two bf16 kernels that are both right differ by the rounding of probabilities to 8 bits, about 0.3 % in norm.
+LARGEST_DIFFERENCE = 0.01
+FASTER = 0.97  # of torch's time; less is not worth compiling another kernel
+REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The kernel of a run, as run.json has it."""
+
+    kernel: str
+    reason: str
+    # Of one layer at the shapes of this run's first pack, forward and backward, by kernel.
+    milliseconds: dict[str, float] | None = None
+    difference: float | None = None  # of FlashAttention-4 from torch: the largest of output and gradients, in norm
+    masks: bool = False  # whether the rows attend through a mask
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What the time of attention depends on."""
+
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]  # tokens of each document of a micro-batch
+    dtype: torch.dtype
+
+
+def shapes(model: Any, lengths: Sequence[int], dtype: torch.dtype) -> Shapes:
+    """The shapes of a model's attention over documents of these lengths."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return Shapes(
+        heads=heads,
+        key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        lengths=tuple(int(length) for length in lengths),
+        dtype=dtype,
+    )
+
+
+# --- choosing a kernel ------------------------------------------------------------------------------------------------
+
+
+def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: Sequence[int] = ()) -> Choice:
+    """Compare the kernels at these shapes and use the faster one from now on; the same one on all ranks.
+
+    Args:
+        wanted: model.packed_attention: auto, torch or flash_4.
+        documents: the fewest and the most documents of a micro-batch.
+
+    Raises:
+        UserError: flash_4 is wanted and cannot be used.
+    """
+    flash.use(False)
+    if wanted == "torch":
+        return Choice(kernel=FLASH_2, reason="set by model.packed_attention")
+    refusal = flash.unusable() or (None if flash.offered() else "Unsloth was imported before it")
+    if refusal is None and shapes.dtype not in (torch.bfloat16, torch.float16):
+        refusal = f"it computes in 16 bits, and the model in {str(shapes.dtype).removeprefix('torch.')}"
+    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents, wanted)
+    agreed = distributed.sum_over_ranks([float(found.kernel == FLASH_4), float(found.difference is None)])
+    ranks = distributed.ranks().world_size
+    if wanted == "flash_4" and found.difference is None:
+        raise UserError(
+            f"model.packed_attention is flash_4, but {FLASH_4} cannot be used here: {found.reason}. Set it to auto."
+        )
+    if agreed[0] < ranks and found.kernel == FLASH_4 and (wanted == "auto" or agreed[1]):
+        found = replace(found, kernel=FLASH_2, reason="another rank found it slower")
+    if wanted == "flash_4" and not agreed[1]:
+        found = replace(found, kernel=FLASH_4, reason="set by model.packed_attention")
+    flash.use(found.kernel == FLASH_4)
+    return found
+
+
+def computed(choice: Choice) -> Choice:
+    """The choice after a step. The layers of a model, or libraries that change them, may not call the function that
+    switches kernels."""
+    if choice.kernel != FLASH_4 or flash.called():
+        return choice
+    reason = f"{FLASH_4} was chosen, but this model's layers never used it"
+    return replace(choice, kernel=OTHER, reason=reason)
+
+
+def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int] = (), wanted: str = "auto") -> Choice:
+    """Time both kernels and compare what they compute. Whatever FlashAttention-4 raises is a reason not to use it.
+
+    If it is going to be used, what it compiles for another number of `documents` is compiled now, not in the middle of
+    the run.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    try:
+        theirs, torchs_ms = measured(varlen_attn, shapes, device)
+        flash.use(True)
+        try:
+            ours, flash_ms = measured(varlen_attn, shapes, device)
+            if wanted == "flash_4" or flash_ms < FASTER * torchs_ms:
+                for count in documents:
+                    if (count > flash.MANY_DOCUMENTS) != (len(shapes.lengths) > flash.MANY_DOCUMENTS):
+                        measured(varlen_attn, replace(shapes, lengths=(8,) * count), device)
+        finally:
+            flash.use(False)
+    except Exception as error:  # compilers and kernels raise many types
+        return Choice(kernel=FLASH_2, reason=f"{FLASH_4} failed: {type(error).__name__}: {str(error)[:200]}")
+    each = torch.tensor([difference(one, other) for one, other in zip(ours, theirs, strict=True)])
+    apart = float(each.max())  # NaN if one is
+    milliseconds = {FLASH_2: torchs_ms, FLASH_4: flash_ms}
+    if not apart <= LARGEST_DIFFERENCE:
+        reason = f"{FLASH_4} differs by {apart:.2%} from torch, more than {LARGEST_DIFFERENCE:.0%}"
+        return Choice(kernel=FLASH_2, reason=reason, milliseconds=milliseconds, difference=apart)
+    faster = flash_ms < FASTER * torchs_ms
+    times = f"{flash_ms:.2f} ms per layer, torch's {torchs_ms:.2f} ms"
+    return Choice(
+        kernel=FLASH_4 if faster else FLASH_2,
+        reason=f"{FLASH_4} takes {times}, at this run's first micro-batch",
+        milliseconds=milliseconds,
+        difference=apart,
+    )
+
+
+def measured(
+    attention: Callable[..., Any], shapes: Shapes, device: torch.device | str
+) -> tuple[list[torch.Tensor], float]:
+    """Output and gradients of query, key and value for the same random input, and milliseconds, the median of REPEATS.
+
+    The tensors are [tokens, heads, head_dim].
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = sum(shapes.lengths)
+
+    def random(heads: int) -> torch.Tensor:
+        size = (tokens, heads, shapes.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(shapes.dtype)
+
+    query, key, value = (random(n).requires_grad_() for n in (shapes.heads, *[shapes.key_value_heads] * 2))
+    gradient = random(shapes.heads)
+    bounds, longest = boundaries(torch.tensor(shapes.lengths, dtype=torch.int32))
+    bounds = bounds.to(device)
+
+    def once() -> list[torch.Tensor]:
+        output = attention(
+            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **grouped(attention)
+        )
+        return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
+
+    results = once()
+    with torch.no_grad():  # as in evaluation and with checkpointing; FlashAttention-4 compiles another kernel
+        attention(query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **grouped(attention))
+    times = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        once()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return results, sorted(times)[REPEATS // 2]
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """|one - other| / |other|, in the Euclidean norm."""
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+# --- transformers' own layers -----------------------------------------------------------------------------------------
+
+
+def use_for_packs(model: Any, dtype: torch.dtype) -> bool:
+    """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
+    mask of [tokens, tokens] and computes all of it. True if the model now does.
+
+    Batches then need `arguments`; without them it computes as before.
+
+    Args:
+        dtype: that the run computes attention in. With quantized weights the model's own parameters are float32, and
+            attention is computed in 16 bits all the same, under autocast.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = base.config
+    kept = (
+        config._attn_implementation != "sdpa"
+        or not getattr(base, "_supports_attention_backend", False)  # its layers pass on what the model is called with
+        or getattr(config, "attention_dropout", 0)
+        or getattr(config, "attn_logit_softcapping", None)
+        or dtype not in (torch.bfloat16, torch.float16)
+        or torch.cuda.get_device_capability()[0] < 8
+    )
+    if kept:
+        return False
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    base.set_attn_implementation(PACKED)
+    return True
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **further: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document of a packed row, or transformers' SDPA for other rows.
+
+    Args:
+        query, key, value: [rows, heads, tokens, head_dim]; one row if packed.
+        further: with `cu_seq_lens_q`, int32 [documents + 1], where each document begins, and `max_length_q`, the row
+            is packed.
+
+    Returns:
+        [rows, tokens, heads, head_dim], and no weights.
+    """
+    bounds = further.get("cu_seq_lens_q")
+    if bounds is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(  # type: ignore[return-value]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **further
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype = dtype_of_kernel(value)
+    rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
+    longest = further["max_length_q"]
+    window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
+    options: dict[str, Any] = {"scale": scaling, "window_size": window} | grouped(varlen_attn)
+    output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
+    autocast = torch.is_autocast_enabled(value.device.type)
+    return (output if autocast else output.to(value.dtype))[None], None
+
+
+def dtype_of_kernel(value: torch.Tensor) -> torch.dtype:
+    """What the kernel computes in. Autocast casts the inputs of SDPA, but not those of this kernel. Outside of it, a
+    QLoRA may have float32, which the kernel does not take on a GPU."""
+    kind = value.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.bfloat16 if kind == "cuda" and value.dtype == torch.float32 else value.dtype
+
+
+def arguments(lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """What a packed batch has to carry for `packed_attention`, by the names of transformers' FlashAttentionKwargs.
+
+    The attention mask is a placeholder of four dimensions, which transformers takes for a finished mask: it would
+    otherwise look for document boundaries in the position ids, which costs a host-device sync, and write a mask of
+    [tokens, tokens].
+
+    Args:
+        lengths: int32 [documents], on the host.
+    """
+    bounds, longest = boundaries(lengths)
+    if device.type == "cuda":
+        bounds = bounds.pin_memory().to(device, non_blocking=True)
+    return {
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def boundaries(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where each document begins and the last one ends, int32 [documents + 1], and the longest document's tokens."""
+    zero = torch.zeros(1, dtype=torch.int32)
+    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)]), int(lengths.max())
+
+
+@functools.cache
+def grouped(attention: Callable[..., Any]) -> dict[str, bool]:
+    """The argument that lets `attention` take fewer key than query heads; none in torch 2.11, which just does."""
+    import inspect
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}

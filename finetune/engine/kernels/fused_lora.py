@@ -1,0 +1,367 @@
+"""Frozen linear layers with LoRA adapters, computed together where they share an input.
+
+    y_i = x W_i^T + s_i (x A_i^T) B_i^T        for the layers i of one input x: q, k, v; or gate and up
+
+The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i. The matrix products
+themselves add up what makes one output, or one gradient of x. Inside an MLP, whose activations are its widest tensors,
+the kernels of silu(gate) * up add the adapters' parts, and multiply what they compute by the adapters' small factors
+while they have it. An MLP keeps gate and up without the adapters' parts for the backward pass. The frozen W may be in
+16 bits, 32 bits or FP8 (`fp8`), which needs x quantized once for all layers.
+
+`install` puts this in place of the forward methods of PEFT's layers and of Unsloth's functions for them. Whatever it
+does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune.engine.kernels import fp8
+from finetune.engine.kernels.low_rank import Term, plus
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The layers of one input: frozen weights, scalings, and the adapters' ranks, 0 without one. Their A and B are
+    arguments, as they get gradients: `a` is the A of all layers, one below the other (sum of ranks, k), or None."""
+
+    bases: tuple[nn.Linear, ...]
+    scalings: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[slice]:
+        """The rows of each adapter in `a`, and its columns in the product with it."""
+        ends = list(accumulate(self.ranks))
+        return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
+
+    def factors(self, given: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """`a`, and each B, in `dtype`. `given` is A and B of each layer in turn, None without an adapter."""
+        each_a = [one for one in given[::2] if one is not None]
+        each_b = [one for one in given[1::2] if one is not None]
+        if not each_a:
+            return None, [None] * len(self.bases)
+        if all(one.dtype == dtype for one in (*each_a, *each_b)):
+            return each_a[0] if len(each_a) == 1 else torch.cat(each_a), list(given[1::2])
+        a = each_a[0].new_empty((sum(self.ranks), each_a[0].shape[1]), dtype=dtype)
+        copies = [torch.empty_like(one, dtype=dtype) for one in each_b]
+        # One kernel. Adapters are small: the host takes longer to launch a kernel than the GPU to run it.
+        torch._foreach_copy_([*a.split([rank for rank in self.ranks if rank]), *copies], [*each_a, *each_b])
+        rest = iter(copies)
+        return a, [next(rest) if rank else None for rank in self.ranks]
+
+    def products(self, x: torch.Tensor, terms: Sequence[Term | None] | None = None) -> list[torch.Tensor]:
+        """x (n, k) times each W (n, out_i), and its term added."""
+        form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
+        outputs = []
+        for base, term in zip(self.bases, terms or [None] * len(self.bases), strict=True):
+            if isinstance(base, fp8.Linear) and form is not None:
+                y = base.product(*form, x.dtype)
+                outputs.append(y if term is None else y.addmm_(term.left, term.right, alpha=term.scaling))
+                continue
+            weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
+            if term is None:
+                outputs.append(functional.linear(x, weight, bias))
+                continue
+            # The small product first: the large one adds to it without a pass of its own.
+            begin, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
+            y = torch.addmm(begin, term.left, term.right, beta=beta, alpha=term.scaling)
+            outputs.append(y.addmm_(x, weight.t()))
+        return outputs
+
+    def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[Term | None]:
+        """What the adapter of each layer adds to its product; None without one."""
+        return [
+            None if own_b is None or inner is None else Term(inner[:, part], own_b.t(), scaling)
+            for own_b, part, scaling in zip(b, self.parts, self.scalings, strict=True)
+        ]
+
+    def forward(
+        self, x: torch.Tensor, a: torch.Tensor | None, b: Tensors
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Outputs (n, out_i) of x (n, k), and x times `a` (n, sum of ranks); None without any adapter."""
+        inner = None if a is None else x @ a.t()
+        return self.outputs(x, inner, b), inner
+
+    def outputs(self, x: torch.Tensor, inner: torch.Tensor | None, b: Tensors) -> list[torch.Tensor]:
+        """Outputs (n, out_i) of x (n, k), given x times `a`."""
+        return self.products(x, self.terms(inner, b))
+
+    def backward(
+        self,
+        gradients: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        inner: torch.Tensor | None,
+        a: torch.Tensor | None,
+        b: Tensors,
+        *,
+        wants_x: bool,
+        db: Tensors | None = None,
+    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+        """Gradients of x, of each A and of each B; `db` passes in those of B that are already computed."""
+        dinner = [
+            given @ _times(own_b, scaling)
+            for own_b, scaling, given in zip(b, self.scalings, gradients, strict=True)
+            if own_b is not None
+        ]
+        stacked_dinner = None if a is None else dinner[0] if len(dinner) == 1 else torch.cat(dinner, dim=1)
+        dx: torch.Tensor | None = None
+        if wants_x:
+            in_fp8 = any(isinstance(base, fp8.Linear) for base in self.bases)
+            if a is not None and stacked_dinner is not None and not in_fp8:
+                dx = stacked_dinner @ a  # first, as in `products`
+            for base, given in zip(self.bases, gradients, strict=True):
+                dx = _add_input_gradient(dx, base, given)
+            if a is not None and stacked_dinner is not None and in_fp8 and dx is not None:
+                dx.addmm_(stacked_dinner, a)
+        if db is None:
+            db = [
+                None if own_b is None or inner is None else _times(given.t() @ inner[:, part], scaling)
+                for own_b, part, scaling, given in zip(b, self.parts, self.scalings, gradients, strict=True)
+            ]
+        if stacked_dinner is None:
+            return dx, [None] * len(b), db
+        stacked_da = stacked_dinner.t() @ x
+        return dx, [stacked_da[part] if rank else None for part, rank in zip(self.parts, self.ranks, strict=True)], db
+
+
+def _times(x: torch.Tensor, scaling: float) -> torch.Tensor:
+    return x if scaling == 1.0 else x * scaling
+
+
+def _add_input_gradient(dx: torch.Tensor | None, base: nn.Linear, gradient: torch.Tensor) -> torch.Tensor:
+    if isinstance(base, fp8.Linear):
+        own = base.input_gradient(*fp8.quantize(gradient), gradient.dtype)
+        return own if dx is None else dx.add_(own)
+    weight = base.weight.to(gradient.dtype)
+    return gradient @ weight if dx is None else dx.addmm_(gradient, weight)
+
+
+class _Project(torch.autograd.Function):
+    """The outputs of a group for x (..., k). `factors` are A and B of each layer in turn, None without an adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, *factors: Any) -> Any:
+        a, b = group.factors(factors, x.dtype)
+        outputs, inner = group.forward(_rows(x), a, b)
+        ctx.group, ctx.dtype = group, _dtype(factors)
+        ctx.save_for_backward(x, inner, a, *b)
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, inner, a, *b = ctx.saved_tensors
+        given = [_rows(one) for one in gradients]
+        dx, da, db = ctx.group.backward(given, _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0])
+        return None if dx is None else dx.view_as(x), None, *_gradients(da, db, ctx.dtype)
+
+
+class _Mlp(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)). Keeps gate(x) and up(x) without their adapters' part, and computes their product
+    again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: Group, last: Group, *factors: Any) -> torch.Tensor:
+        a, b = first.factors(factors[:4], x.dtype)
+        last_a, last_b = last.factors(factors[4:], x.dtype)
+        gate, up = first.products(_rows(x))
+        inner = None if a is None else _rows(x) @ a.t()
+        gate_term, up_term = first.terms(inner, b)
+        h, last_inner = silu_and_multiply(gate, up, gate_term, up_term, last_a)
+        (y,) = last.outputs(h, last_inner, last_b)
+        ctx.groups, ctx.dtype = (first, last), _dtype(factors)
+        ctx.save_for_backward(x, gate, up, inner, last_inner, a, last_a, *b, *last_b)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, gate, up, inner, last_inner, a, last_a, *b, last_b = ctx.saved_tensors
+        (first, last), scaling = ctx.groups, ctx.groups[1].scalings[0]
+        dy = _rows(gradients[0])
+        dh = _add_input_gradient(None, last.bases[0], dy)
+        dinner = None if last_b is None else dy @ _times(last_b, scaling)
+        dh_term = None if dinner is None else Term(dinner, last_a)
+        gate_term, up_term = first.terms(inner, b)
+        dgate, dup, (*db, last_da) = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
+        last_db = None if dinner is None else _times(dy.t() @ last_inner, scaling)
+        del dh
+        dx, da, _ = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0], db=db)
+        grads = _gradients([*da, last_da], [*db, last_db], ctx.dtype)
+        return None if dx is None else dx.view_as(x), None, None, *grads
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _dtype(factors: Tensors) -> torch.dtype | None:
+    return next((one.dtype for one in factors if one is not None), None)
+
+
+def _gradients(a: Tensors, b: Tensors, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+    """The gradients of A and B of each layer in turn, in the parameters' `dtype`."""
+    given = [one for pair in zip(a, b, strict=True) for one in pair]
+    others = [one for one in given if one is not None and one.dtype != dtype]
+    if not others or dtype is None:
+        return given
+    copies = [torch.empty_like(one, dtype=dtype) for one in others]
+    torch._foreach_copy_(copies, others)
+    rest = iter(copies)
+    return [one if one is None or one.dtype == dtype else next(rest) for one in given]
+
+
+def silu_and_multiply(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_term: Term | None = None,
+    up_term: Term | None = None,
+    down: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h = silu(gate) * up (n, m), with a term added to each before; and h times `down` (rank, m), None without it. In
+    one kernel on a GPU."""
+    if gate.is_cuda:
+        from finetune.engine.kernels import triton_kernels
+
+        return triton_kernels.silu_and_multiply(gate, up, gate_term, up_term, down)
+    h = functional.silu(plus(gate, gate_term)) * plus(up, up_term)
+    return h, None if down is None else h @ down.t()
+
+
+def silu_and_multiply_backward(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dh: torch.Tensor,
+    gate_term: Term | None = None,
+    up_term: Term | None = None,
+    dh_term: Term | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+    """Gradients of gate and up (n, m) from that of h, with a term added to each of the three before; in one kernel on a
+    GPU. Also the products with the terms' left factors (n, rank): dgate^T left and dup^T left (m, rank), and
+    left^T h (rank, m), times the term's scaling; None without the term. On a GPU these are in float32."""
+    if gate.is_cuda:
+        from finetune.engine.kernels import triton_kernels
+
+        return triton_kernels.silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
+    gate, up, dh = plus(gate, gate_term), plus(up, up_term), plus(dh, dh_term)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    h, dgate, dup = silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
+    products = [
+        None if gate_term is None else _times(dgate.t() @ gate_term.left, gate_term.scaling),
+        None if up_term is None else _times(dup.t() @ up_term.left, up_term.scaling),
+        None if dh_term is None else _times(dh_term.left.t() @ h, dh_term.scaling),
+    ]
+    return dgate, dup, products
+
+
+# --- PEFT's layers ----------------------------------------------------------------------------------------------------
+
+
+def project(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The outputs of frozen layers, plain or with an adapter, for the same input x (..., k)."""
+    x = fp8.in_compute_dtype(x)
+    group, factors = _group(layers)
+    return _Project.apply(x, group, *factors)  # type: ignore[no-any-return]
+
+
+def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Forward of an MLP with gate_proj, up_proj, down_proj and SiLU."""
+    layers = (module.gate_proj, module.up_proj, module.down_proj)
+    if not all(map(computable, layers)):
+        return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
+    x = fp8.in_compute_dtype(x)
+    (first, factors), (last, more) = _group(layers[:2]), _group(layers[2:])
+    return _Mlp.apply(x, first, last, *factors, *more)  # type: ignore[no-any-return]
+
+
+def _query_key_value(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    return project(x, layers) if all(map(computable, layers)) else tuple(layer(x) for layer in layers)
+
+
+def _attention_output(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.o_proj(x)
+
+
+def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args or kwargs or not computable(layer):
+        return type(layer).forward(layer, x, *args, **kwargs)
+    return project(x, [layer])[0]
+
+
+def _group(layers: Sequence[Any]) -> tuple[Group, list[torch.Tensor | None]]:
+    """The layers as a group, and A and B of each in turn."""
+    bases, scalings, ranks = [], [], []
+    factors: list[torch.Tensor | None] = []
+    for layer in layers:
+        name = active_adapter(layer)
+        pair = (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
+        bases.append(getattr(layer, "base_layer", layer))
+        scalings.append(1.0 if name is None else layer.scaling[name])
+        ranks.append(0 if pair[0] is None else pair[0].shape[0])
+        factors += pair
+    return Group(tuple(bases), tuple(scalings), tuple(ranks)), factors
+
+
+def computable(layer: Any) -> bool:
+    """Whether `project` computes what this layer would: a frozen one, plain or with one adapter of plain LoRA."""
+    base = getattr(layer, "base_layer", layer)
+    if type(base) not in (nn.Linear, fp8.Linear) or any(one.requires_grad for one in base.parameters()):
+        return False
+    if base is layer:
+        return True
+    name = active_adapter(layer)
+    if layer.disable_adapters or layer.merged or name is None:
+        return False
+    drops = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
+    return not (drops or name in getattr(layer, "lora_variant", {}) or getattr(layer, "lora_bias", {}).get(name))
+
+
+def active_adapter(layer: Any) -> str | None:
+    """The one active adapter of a LoRA layer; None if there is none, or more than one."""
+    active = [name for name in getattr(layer, "active_adapters", ()) if name in layer.lora_A]
+    return active[0] if len(active) == 1 else None
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+def install(model: nn.Module) -> int:
+    """Compute the model's LoRA layers as this module does, and its MLPs and projections of one input together. Returns
+    the number of layers that it changed."""
+    from peft.tuners.lora import Linear
+
+    layers = [one for one in model.modules() if isinstance(one, Linear) and computable(one)]
+    for layer in layers:
+        layer.forward = types.MethodType(_lora_forward, layer)  # type: ignore[method-assign]
+    changed = set(map(id, layers))
+    for module in model.modules():
+        _together(module, lambda child: id(child) in changed or isinstance(child, fp8.Linear))
+    return len(layers)
+
+
+def _together(module: Any, ours: Callable[[Any], bool]) -> None:
+    """Set what Unsloth's or transformers' attention and MLP modules call."""
+    mine = {name for name, child in module.named_children() if ours(child)}
+    own = vars(module)
+    if {"gate_proj", "up_proj", "down_proj"} <= mine and _is_silu(getattr(module, "act_fn", None)):
+        if "_unsloth_forward" not in own:  # a tiled MLP stays tiled
+            module.forward = types.MethodType(_mlp, module)
+    if "apply_qkv" in own and {"q_proj", "k_proj", "v_proj"} <= mine:
+        module.apply_qkv = _query_key_value
+    if "apply_o" in own and "o_proj" in mine:
+        module.apply_o = _attention_output
+
+
+def _is_silu(function: Any) -> bool:
+    return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"

@@ -1,0 +1,1 @@
+"""What a run records of itself: per-rank figures, TensorBoard, progress lines, answers and start-up checks."""

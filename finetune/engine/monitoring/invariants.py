@@ -1,0 +1,353 @@
+"""What must hold on all ranks before the first step. Each check has a name; a failure stops every rank and reports it.
+
+The facts of all ranks are gathered first, so that every rank reaches the same verdict and none waits for another.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RunError, UserError
+from finetune.runtime.ranks import distributed, machines, process_group
+from finetune.text import counted
+
+if TYPE_CHECKING:  # importing it imports torch
+    from finetune.engine.sharding.shard import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the checks need to know about one rank."""
+
+    rank: int
+    host: str
+    machine: str  # unlike any other machine's or container's, even of the same host name
+    local_rank: int
+    parameter_devices: list[str]
+    current_device: str
+    trainer_classes: list[str]  # the trainer's MRO, module-qualified: determines which code computes the loss
+    processes: int  # accelerate's world size
+    timeout_seconds: float | None  # of the default process group; None for one rank
+    finds_unused: bool
+    reentrant: bool
+    patches: list[str]  # names of the applied patches
+    writes: bool  # whether it writes checkpoints and the final model
+    divisor: str  # what divides the loss by the supervised tokens of the global batch: "the model" or "this program"
+    averages_tokens: bool
+    batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
+    global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
+    sharding: Sharding | None  # what is sharded; None if nothing was asked to be
+    changed_weights: tuple[str, ...]  # frozen weights whose bytes change when a sharded model gathers them
+
+
+def gather(trainer: Any) -> list[Facts]:
+    """The facts of all ranks, on every rank."""
+    return distributed.gather_objects(own_facts(trainer))
+
+
+def own_facts(trainer: Any) -> Facts:
+    """The facts of this rank."""
+    import torch
+
+    me = distributed.ranks()
+    model = trainer.model
+    cuda = trainer.stack.device == "cuda"
+    return Facts(
+        rank=me.rank,
+        host=socket.gethostname(),
+        machine=machines.identity(),
+        local_rank=me.local_rank,
+        parameter_devices=sorted({str(parameter.device) for parameter in model.parameters()}),
+        current_device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
+        trainer_classes=[f"{one.__module__}.{one.__qualname__}" for one in type(trainer).__mro__],
+        processes=trainer.accelerator.num_processes,
+        timeout_seconds=process_group.group_timeout_seconds(),
+        finds_unused=bool(trainer.args.ddp_find_unused_parameters),
+        reentrant=_reentrant(trainer),
+        patches=[verdict.name for verdict in trainer.stack.patches if verdict.applied],
+        writes=trainer.args.should_save,
+        divisor=divisor(trainer),
+        averages_tokens=trainer.args.average_tokens_across_devices,
+        batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
+        global_batch_size=trainer.plan.global_batch_size,
+        sharding=sharding(trainer),
+        changed_weights=_changed_weights(trainer),
+    )
+
+
+def sharding(trainer: Any) -> Sharding | None:
+    """What of the model is sharded; None if the run does not ask for it."""
+    from finetune.engine.sharding.shard import look
+
+    return None if trainer.reduces_once is None else look(trainer.model)
+
+
+def _changed_weights(trainer: Any) -> tuple[str, ...]:
+    from finetune.engine.sharding import digests
+
+    return () if trainer.reduces_once is None else digests.changed(trainer.model)
+
+
+def divisor(trainer: Any) -> str:
+    """What divides the loss by the supervised tokens of the global batch; see SFTTrainer.compute_loss."""
+    return "the model" if trainer.model_accepts_loss_kwargs else "this program"
+
+
+def _reentrant(trainer: Any) -> bool:
+    """Whether gradient checkpointing is reentrant, as Unsloth's own always is."""
+    if not trainer.args.gradient_checkpointing:
+        return False
+    if trainer.stack.backend == "unsloth" and trainer.stack.device == "cuda":
+        return True
+    return bool((trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
+
+
+# --- checks: Facts of all ranks and the configured timeout -> what is wrong, or None ---------------------------------
+
+
+def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
+    """Each rank's weights on its own GPU, and no GPU shared by two ranks of a machine (unsloth issue 3459)."""
+    seen: dict[tuple[str, str], int] = {}
+    for one in facts:
+        if one.current_device == "cpu":
+            continue
+        if one.parameter_devices != [one.current_device]:
+            return (
+                f"rank {one.rank} computes on {one.current_device} and has weights on "
+                f"{', '.join(one.parameter_devices)}; load the model on one device per rank"
+            )
+        place = (one.machine, one.current_device)
+        if place in seen:
+            return (
+                f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make one GPU "
+                "per process visible, with the same CUDA_VISIBLE_DEVICES on all ranks"
+            )
+        seen[place] = one.rank
+    return None
+
+
+def same_trainer_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
+    """A rank on which Unsloth cannot generate its trainer silently falls back to a different loss."""
+    for one in facts:
+        if one.trainer_classes != facts[0].trainer_classes:
+            return (
+                f"rank {one.rank} trains with {one.trainer_classes[1]} and rank 0 with "
+                f"{facts[0].trainer_classes[1]}; delete the folder that UNSLOTH_COMPILE_LOCATION names and start again"
+            )
+    return None
+
+
+def as_many_processes_as_launched(facts: list[Facts], timeout: int) -> str | None:
+    """accelerate and the launcher agree on the world size. Otherwise gradients are silently not averaged."""
+    for one in facts:
+        if one.processes != len(facts):
+            return f"accelerate sees a world size of {one.processes} on rank {one.rank}, and {len(facts)} were launched"
+    return None
+
+
+def timeout_as_configured(facts: list[Facts], timeout: int) -> str | None:
+    """The process group uses `training.ddp_timeout`; a group that was created earlier keeps its own timeout."""
+    for one in facts:
+        if one.timeout_seconds is not None and one.timeout_seconds != timeout:
+            return (
+                f"the process group of rank {one.rank} has a timeout of {one.timeout_seconds:.0f} s and "
+                f"training.ddp_timeout is {timeout} s: other code created the group first"
+            )
+    return None
+
+
+def no_search_for_unused_parameters_under_reentrant_checkpointing(facts: list[Facts], timeout: int) -> str | None:
+    """Together they make DDP fail with "marked as ready twice" (unsloth issue 3713)."""
+    for one in facts:
+        if len(facts) > 1 and one.finds_unused and one.reentrant:
+            return (
+                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn off the first "
+                "or set training.gradient_checkpointing: false"
+            )
+    return None
+
+
+def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
+    """Each patch is applied on all ranks or on none."""
+    for one in facts:
+        if one.patches != facts[0].patches:
+            return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use one installation for all"
+    return None
+
+
+def one_writer(facts: list[Facts], timeout: int) -> str | None:
+    """One rank writes checkpoints and the final model; several would damage each other's files."""
+    writers = [one.rank for one in facts if one.writes]
+    return None if len(writers) == 1 else f"ranks {writers} would write the same files; only rank 0 may"
+
+
+def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """By the model or by this program, the same on all ranks; the mean of the ranks' means is a different loss
+    (unsloth issue 1952, transformers pull request 39395)."""
+    for one in facts:
+        if one.divisor != facts[0].divisor:
+            return (
+                f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use the same "
+                "installation on all machines"
+            )
+        if not one.averages_tokens:
+            return f"average_tokens_across_devices is off on rank {one.rank}; leave it on"
+    return None
+
+
+def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """World size x rows per device x accumulation equals the plan's global batch, at every world size."""
+    for one in facts:
+        rows, passes = one.batch
+        if len(facts) * rows * passes != one.global_batch_size:
+            return (
+                f"{counted(len(facts), 'rank')} x {counted(rows, 'row')} x {passes} accumulated is not the "
+                f"global batch of {one.global_batch_size}: the trainer's arguments were changed after they were created"
+            )
+    return None
+
+
+def every_matrix_is_sharded(facts: list[Facts], timeout: int) -> str | None:
+    """With `training.strategy: shard`, frozen matrices included. What is not sharded is held whole by each rank, or, if
+    nothing is, not even its gradients are averaged."""
+    for one in facts:
+        found = one.sharding
+        if found is None:
+            continue
+        if found.units == 0:
+            return f"training.strategy is shard and rank {one.rank} has sharded no module; nothing would be averaged"
+        if found.whole_matrices:
+            return (
+                f"training.strategy is shard and rank {one.rank} holds {len(found.whole_matrices)} matrices whole "
+                f"({', '.join(found.whole_matrices[:3])}); was the model changed after it was sharded?"
+            )
+    return None
+
+
+def sharded_gradients_are_reduced_in_float32(facts: list[Facts], timeout: int) -> str | None:
+    """And the outputs, of which the loss is computed, are float32. accelerate's policy for bf16 has both in bf16."""
+    for one in facts:
+        found = one.sharding
+        if found is not None and (found.reduce_dtypes, found.output_dtype) != (("float32",), "float32"):
+            return (
+                f"rank {one.rank} reduces gradients in {', '.join(found.reduce_dtypes)} and returns outputs in "
+                f"{found.output_dtype}; expected float32 for both"
+            )
+    return None
+
+
+def gathered_weights_keep_their_bytes(facts: list[Facts], timeout: int) -> str | None:
+    """Frozen weights, packed ones above all, are the same bytes on every rank before they are sharded and when their
+    units gather them."""
+    for one in facts:
+        if one.changed_weights:
+            return (
+                f"rank {one.rank} gathers {counted(len(one.changed_weights), 'frozen weight')} with other bytes than "
+                f"were loaded ({', '.join(one.changed_weights[:3])}); this torch or its NCCL copies them wrongly"
+            )
+    return None
+
+
+Check = Callable[[list[Facts], int], str | None]
+CHECKS: tuple[Check, ...] = (
+    as_many_processes_as_launched,
+    one_device_per_rank,
+    same_trainer_on_all_ranks,
+    same_patches_on_all_ranks,
+    timeout_as_configured,
+    no_search_for_unused_parameters_under_reentrant_checkpointing,
+    one_writer,
+    loss_divided_by_the_label_tokens_of_the_global_batch,
+    ranks_hold_the_global_batch,
+    every_matrix_is_sharded,
+    sharded_gradients_are_reduced_in_float32,
+    gathered_weights_keep_their_bytes,
+)
+
+
+def check(trainer: Any) -> list[str]:
+    """Run all checks and return their names, for run.json.
+
+    Raises:
+        UserError: on every rank, with the name of the first check that fails and what to do.
+    """
+    facts = gather(trainer)
+    for one in CHECKS:
+        wrong = one(facts, trainer.args.ddp_timeout)
+        if wrong is not None:
+            raise UserError(f"{one.__name__.replace('_', ' ')}: {wrong}. Nothing was trained.")
+    return [one.__name__ for one in CHECKS]
+
+
+def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
+    """Check that all ranks hold the same values; called after the data is prepared, before the model is loaded.
+
+    Raises:
+        UserError: on every rank, naming the first one that differs from rank 0.
+    """
+    everyone = distributed.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        for what, value in other.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"same data and versions on all ranks: rank {rank} differs from rank 0 in {what}: {value!r} "
+                    f"against {everyone[0][what]!r}. All machines need the same files and packages. Nothing "
+                    "was trained."
+                )
+
+
+def check_loss(loss: Any) -> None:
+    """Check that the loss of a sharded model is float32. Looks at its type only, without a host-device sync.
+
+    Raises:
+        RunError: it is not.
+    """
+    import torch
+
+    if loss.dtype != torch.float32:
+        raise RunError(
+            f"the loss is computed in float32: it is {str(loss.dtype).removeprefix('torch.')}. A function of the model "
+            "casts its outputs; use training.strategy: ddp."
+        )
+
+
+def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32") -> None:
+    """Check after the first optimizer step that no rank holds more of a sharded model than predicted.
+
+    Args:
+        name, weights: as `training.optim` and `training.master_weights`.
+
+    Raises:
+        UserError: on every rank, naming the first that does.
+    """
+    from finetune.engine.sharding import memory_per_rank
+
+    expected = memory_per_rank.predicted(model, distributed.ranks().world_size, name, weights)
+    everyone = distributed.gather_objects(memory_per_rank.too_much(memory_per_rank.held(model, optimizer), expected))
+    for rank, wrong in enumerate(everyone):
+        if wrong is not None:
+            raise UserError(
+                f"memory per rank as predicted: rank {rank} holds {wrong}. Part of the model is not sharded; was it "
+                "changed after it was sharded?"
+            )
+
+
+def check_gradients(model: Any) -> None:
+    """Check after the first backward that every trainable weight has a gradient, on every rank.
+
+    Raises:
+        UserError: names the first weights without one.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    missing = [name for name, parameter in trained if parameter.grad is None]
+    everyone = distributed.gather_objects(missing[:5])
+    for rank, names in enumerate(everyone):
+        if names:
+            raise UserError(
+                f"every trainable weight gets a gradient: on rank {rank} these have none after the first step: "
+                f"{', '.join(names)}. Remove them from lora.target_modules and lora.modules_to_save, or use data that "
+                "reaches them."
+            )

@@ -1,0 +1,314 @@
+"""What each rank did since the last record: phases of its steps, losses, norms, memory; exchanged in one collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.data.plan import Plan
+from finetune.engine.monitoring import peak_memory
+from finetune.engine.monitoring.phases import PhaseTimer
+from finetune.engine.optimizer import master_weights
+from finetune.runtime import communication
+from finetune.runtime.machine import gpu_sampler
+from finetune.runtime.ranks import distributed
+from finetune.runtime.tags import PHASES
+
+# What a rank sends besides its losses, in this order; NaN for what it does not know.
+FIELDS = (
+    *("step", *PHASES, "own_work", "wait", "peak_gib", "reserved_gib", "allocator_retries"),
+    *("top1", "entropy", "load_balancing", "unchanged", "compared"),
+)
+DDP_FIRST_STEPS = 10  # DDP measures its first ten steps whatever the sample rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """One rank's part of a record. Seconds are those of a typical step; None for what is not known."""
+
+    rank: int
+    step: float | None
+    data_wait: float | None
+    forward: float | None
+    backward: float | None  # without exposed communication
+    communication: float | None  # exposed
+    optimizer: float | None
+    other: float | None
+    own_work: float | None  # a step without its exposed communication
+    wait: float | None  # that the host waited for the GPU at this record: how far it was ahead
+    peak_gib: float | None
+    reserved_gib: float | None
+    allocator_retries: int
+    tokens: int  # of the record's steps together, without padding
+    squared_lengths: int
+    gpu: dict[str, Any] | None  # by gpu_sampler.FIELDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """All ranks since the last record."""
+
+    losses: list[float]  # of each step, in nats per supervised token
+    gradient_norms: list[float]  # of each step, before clipping
+    step_seconds: list[float]  # of each step of this rank; the first step of a run, which compiles, is left out
+    ranks: list[RankRecord]
+    top1: float | None  # supervised tokens whose label had the highest probability, over all ranks
+    entropy: float | None  # summed over supervised tokens of all ranks, in nats
+    load_balancing: float | None  # loss of a mixture of experts without its coefficient, summed over steps
+    unchanged: float | None  # share of the sampled trained weights that the last optimizer step left as they were
+
+
+class Monitor:
+    """Collects what one rank does, and exchanges it with the others when a record is due.
+
+    Nothing here synchronizes host and device except `record`.
+    """
+
+    def __init__(self, trainer: Any, plan: Plan, tokens: np.ndarray, squared_lengths: np.ndarray, device: str) -> None:
+        """
+        Args:
+            tokens, squared_lengths: of each row of the plan, int64 [n_rows].
+            device: "cuda" or "cpu".
+        """
+        self._trainer, self._plan = trainer, plan
+        self._tokens, self._squares = tokens, squared_lengths
+        self._timer = PhaseTimer(trainer, device)
+        self._norms: list[Any] = []
+        self._sample: master_weights.Sample | None = None
+        self._unchanged: torch.Tensor | None = None
+        self._steps = 0  # of this process
+        self._shares = np.zeros((2, distributed.ranks().world_size), dtype=np.int64)  # tokens and squares by rank
+        self._accounts: list[tuple[int, float]] = []  # (step of this process, exposed seconds), to be used
+        self._account: tuple[float, float] | None = None  # DDP's last report
+        self._last_totals: dict[int, float] = {}
+        self._exposed: float | None = 0.0 if distributed.ranks().world_size == 1 else None
+        self.exposed: list[float] = []  # seconds of each step that DDP measured
+        self._kept: list[dict[str, list[float]]] | None = None
+        self._sampler: Any = None
+        self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
+        _note_norms(trainer.accelerator, self._norms)
+
+    def keep_steps(self) -> None:
+        """Keep the phases of every step, for `steps`."""
+        self._kept = []
+
+    @property
+    def steps(self) -> list[dict[str, list[float]]]:
+        """Seconds by phase of every step so far (see `phases.split`). Synchronizes with the device.
+
+        Raises:
+            ValueError: `keep_steps` was not called.
+        """
+        if self._kept is None:
+            raise ValueError("steps are kept after keep_steps() only")
+        self._kept += self._timer.take()
+        return self._kept
+
+    def start(self, logging_steps: int) -> None:
+        """Training begins: have DDP measure its communication in one step of each record."""
+        model = self._trainer.model_wrapped
+        if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
+            model._set_ddp_runtime_logging_sample_rate(logging_steps)
+        me = distributed.ranks()
+        self._most_here = max(distributed.gather_objects(me.local_world_size))
+        if me.is_local_main:
+            self._sampler = gpu_sampler.start(me.local_world_size)
+
+    def close(self) -> None:
+        """Stop sampling GPUs."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def step_ended(self, global_step: int, logging_steps: int) -> None:
+        """Count the rows of the optimizer step that has just ended, and read what DDP measured of the one before.
+
+        Args:
+            global_step: steps complete, this one included.
+        """
+        self._steps += 1
+        args = self._trainer.args
+        dealt = self._plan.deal(
+            *divmod(global_step - 1, self._plan.steps_per_epoch),
+            world_size=args.world_size,
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+        )
+        for place, values in enumerate((self._tokens, self._squares)):
+            self._shares[place] += np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
+        # A reduction in the first of several micro-batches shifts DDP's count of iterations by one.
+        if self._steps > 2 and (self._steps <= DDP_FIRST_STEPS + 1 or self._steps % logging_steps <= 1):
+            self._read_account()
+
+    def _read_account(self) -> None:
+        found = communication.exposed_and_hidden(self._trainer.model_wrapped)
+        if found is not None and found != self._account:
+            self._accounts.append((self._steps - 1, found[0]))
+            self.exposed.append(found[0])
+        self._account = found
+
+    def record(self) -> StepRecord:
+        """What all ranks did since the last call. The one host-device sync and the one collective of a record."""
+        steps, waited = self._timer.take(), self._timer.host_lead
+        if self._kept is not None:
+            self._kept += steps
+        losses = self._trainer.take_step_losses()
+        first = self._steps - len(steps) + 1
+        if first == 1:
+            steps, first = steps[1:], 2
+        totals = [sum(map(sum, step.values())) for step in steps]
+        own = self._own_fields(steps, totals, first) | {"wait": waited} | self._memory() | self._statistics()
+        norms = [float(norm) for norm in self._norms]
+        self._norms.clear()
+        vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
+        fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
+        gpus = _gpus([vector[len(losses) + len(FIELDS) :] for vector in vectors])
+        unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
+        shares, self._shares = self._shares, np.zeros_like(self._shares)
+        return StepRecord(
+            losses=[sum(vector[step] for vector in vectors) / len(vectors) for step in range(len(losses))],
+            gradient_norms=norms,
+            step_seconds=totals,
+            ranks=[
+                _rank_record(rank, one, tokens, squares, gpus.get(rank))
+                for rank, (one, tokens, squares) in enumerate(zip(fields, *shares.tolist(), strict=True))
+            ],
+            top1=_known_sum(fields, "top1"),
+            entropy=_known_sum(fields, "entropy"),
+            load_balancing=_known_sum(fields, "load_balancing"),
+            unchanged=(unchanged or 0) / compared if compared else None,
+        )
+
+    def sample_weights(self) -> None:
+        """Before an optimizer step whose record is due: keep a sample of the trained weights."""
+        self._sample = master_weights.Sample(self._trainer.model.parameters())
+
+    def compare_weights(self) -> None:
+        """After the step: count the weights of the sample that it left unchanged."""
+        if self._sample is not None:
+            self._unchanged, self._sample = self._sample.unchanged(), None
+
+    def _own_fields(self, steps: list[dict[str, list[float]]], totals: list[float], first: int) -> dict[str, float]:
+        by_step = self._last_totals | dict(enumerate(totals, start=first))
+        accounted = [(by_step[step], exposed) for step, exposed in self._accounts if step in by_step]
+        self._accounts.clear()
+        self._last_totals = dict(list(by_step.items())[-1:])
+        if accounted:
+            self._exposed = median(exposed for _, exposed in accounted)
+        phases = typical_step(steps, totals, self._exposed)
+        if distributed.ranks().world_size == 1:
+            own = phases["step"]
+        else:
+            own = median(max(total - exposed, 0.0) for total, exposed in accounted) if accounted else math.nan
+        return phases | {"own_work": own}
+
+    def _memory(self) -> dict[str, float]:
+        window = peak_memory.take_window()
+        reserved = math.nan if window.reserved_gib is None else window.reserved_gib
+        return {
+            "peak_gib": window.peak_gib,
+            "reserved_gib": reserved,
+            "allocator_retries": float(window.allocator_retries),
+        }
+
+    def _statistics(self) -> dict[str, float]:
+        found = self._trainer.take_token_statistics()
+        weights, self._unchanged = self._unchanged, None
+        top1, entropy = found or (math.nan, math.nan)
+        unchanged, compared = (math.nan, math.nan) if weights is None else weights.tolist()
+        balancing = self._trainer.take_load_balancing()
+        return {
+            "top1": top1,
+            "entropy": entropy,
+            "load_balancing": math.nan if balancing is None else balancing,
+            "unchanged": unchanged,
+            "compared": compared,
+        }
+
+    def _gpu_block(self) -> list[float]:
+        """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
+        if machines have different numbers of them."""
+        width = len(gpu_sampler.FIELDS)
+        taken = self._sampler.take() if self._sampler else []
+        taken += [[] for _ in range(self._most_here - len(taken))]
+        return [value for one in taken for value in (one or [math.nan] * width)]
+
+
+def typical_step(
+    steps: Sequence[dict[str, list[float]]], totals: Sequence[float], exposed: float | None
+) -> dict[str, float]:
+    """Seconds of a typical step by phase: means over the middle half of the steps by duration, scaled to the median
+    step, so that the phases add up to `step`. NaN without steps.
+
+    Args:
+        steps: seconds by phase of each step, as from `phases.split`.
+        exposed: communication that no computation hides; taken out of the backward pass. None if not known.
+    """
+    if not steps:
+        return dict.fromkeys(("step", *PHASES), math.nan)
+    order = np.argsort(totals, kind="stable")
+    cut = len(order) // 4
+    middle = [steps[index] for index in order[cut : len(order) - cut]]
+    means = {name: fmean(sum(step[name]) for step in middle) for name in middle[0]}
+    step = median(totals)
+    scale = step / sum(means.values()) if sum(means.values()) else 0.0
+    backward = means["backward"] * scale
+    communicated = min(exposed or 0.0, backward)
+    return {
+        "step": step,
+        "data_wait": means["data"] * scale,
+        "forward": means["forward"] * scale,
+        "backward": backward - communicated,
+        "communication": math.nan if exposed is None else communicated,
+        "optimizer": means["optimizer"] * scale,
+        "other": means["other"] * scale,
+    }
+
+
+def _note_norms(accelerator: Any, norms: list[Any]) -> None:
+    """Keep the norm that each clipping of gradients returns, on the device."""
+    clip = accelerator.clip_grad_norm_
+
+    def clip_and_note(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        if norm is not None:
+            norms.append(norm.detach() if torch.is_tensor(norm) else norm)
+        return norm
+
+    accelerator.clip_grad_norm_ = clip_and_note
+
+
+def _rank_record(
+    rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: dict[str, Any] | None
+) -> RankRecord:
+    known = {name: None if math.isnan(value) else value for name, value in fields.items()}
+    for name in ("top1", "entropy", "load_balancing", "unchanged", "compared"):
+        known.pop(name)
+    retries = int(known.pop("allocator_retries") or 0)
+    return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)
+
+
+def _gpus(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
+    """Samples by global rank, from each machine's first rank."""
+    width, found = len(gpu_sampler.FIELDS), {}
+    for sender, block in enumerate(blocks):
+        for local in range(len(block) // width):
+            values = block[local * width : (local + 1) * width]
+            one = dict(zip(gpu_sampler.FIELDS, values, strict=True))
+            if math.isnan(one["samples"]):
+                continue
+            one = {name: None if math.isnan(value) else value for name, value in one.items()}
+            one["samples"] = int(one["samples"])
+            one["reasons"] = gpu_sampler.reason_names(int(one["reasons"]))
+            found[sender + local] = one
+    return found
+
+
+def _known_sum(fields: Sequence[Mapping[str, float]], name: str) -> float | None:
+    values = [one[name] for one in fields if not math.isnan(one[name])]
+    return sum(values) if values else None

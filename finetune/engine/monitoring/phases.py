@@ -1,0 +1,119 @@
+"""Where the time of a training step goes: marks at the trainer's boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from finetune.runtime.clock import Clock
+from finetune.runtime.ranks import activity
+
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+END = "end"  # closes a step; the interval before it is "other"
+BETWEEN = "between"  # steps: logging, evaluation, saving; belongs to no step
+
+
+class PhaseTimer(TrainerCallback):
+    """Marks the phases of a trainer's steps on a clock while it is `on`; evaluation is not marked.
+
+    A step runs from the request for its rows to the end of its callbacks after the update. What happens between two
+    steps (logging, evaluation, checkpoints) belongs to neither.
+
+    data: waiting for the step's batches. forward: from there, or from the previous backward pass, to the loss of a
+    micro-batch. backward: to the end of its backward pass, including the communication inside. optimizer: gradient
+    clipping and the update. other: the rest of the step, such as zeroing gradients and callbacks.
+    """
+
+    def __init__(self, trainer: Any, device: str, *, on: bool = True) -> None:
+        """
+        Args:
+            trainer: three of its methods are wrapped, and this callback is added to it.
+            device: "cuda" or "cpu".
+            on: start timing when training begins; otherwise at `start`.
+        """
+        self.on = on
+        self._clock = Clock(device)
+        self._trainer = trainer
+        self.host_lead = 0.0  # seconds that the host was ahead of the device at the last step that was logged
+        trainer.get_batch_samples = self._timed_fetch(trainer.get_batch_samples)
+        trainer.compute_loss = self._timed("forward", trainer.compute_loss)
+        trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
+        trainer.add_callback(self)
+
+    def start(self) -> None:
+        """Begin to time, at the start of a step."""
+        self.on = True
+        self._clock.reset()
+        self._clock.mark()
+
+    def stop(self) -> list[dict[str, list[float]]]:
+        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split`)."""
+        self.on = False
+        return self.take()
+
+    def take(self) -> list[dict[str, list[float]]]:
+        """The steps since `start` or the last call, between two steps; synchronizes with the device (see `split`)."""
+        return split(self._clock.drain())
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.on:
+            self.start()
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        activity.enter("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._mark("optimizer")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._mark(END)
+        activity.enter("between steps", state.global_step)
+        # transformers synchronizes right after this, to log its loss, so this costs nothing more.
+        if self.on and getattr(control, "should_log", False):
+            self.host_lead = self._clock.wait()
+
+    def _timed_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._mark(BETWEEN)
+            activity.enter("data", self._trainer.state.global_step)
+            batches = fetch(*args, **kwargs)
+            self._mark("data")
+            return batches
+
+        return call
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                activity.enter(label)
+            result = function(*args, **kwargs)
+            self._mark(label)
+            return result
+
+        return call
+
+    def _mark(self, label: str) -> None:
+        if self.on and torch.is_grad_enabled():  # gradients are off during evaluation
+            self._clock.mark(label)
+
+
+def split(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]]:
+    """Seconds of each complete step by phase, one number per interval: several of forward and backward under gradient
+    accumulation.
+
+    Args:
+        intervals: (label, seconds), as from `Clock.drain`; END closes a step, BETWEEN is left out.
+    """
+    steps: list[dict[str, list[float]]] = []
+    step: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for label, seconds in intervals:
+        if label == BETWEEN:
+            continue
+        step["other" if label == END else label].append(seconds)
+        if label == END:
+            steps.append(step)
+            step = {phase: [] for phase in PHASES}
+    return steps

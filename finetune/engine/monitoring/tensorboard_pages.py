@@ -1,0 +1,227 @@
+"""What TensorBoard shows beside the curves: the order of the charts, text pages, hyperparameters, a picture."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.engine.monitoring.monitor import RankRecord
+from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
+from finetune.text import counted
+
+LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
+COLORS = {  # of the phases, from the color-blind safe palette of Okabe and Ito
+    "data_wait": "#d55e00",
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    "communication": "#e69f00",
+    "optimizer": "#009e73",
+    "other": "#999999",
+}
+# Values of the HPARAMS table: metrics that every finished run has.
+HPARAM_METRICS = ("eval_loss", "tokens_per_gpu", "mfu", "fullest", "hours")
+
+
+def layout() -> dict[str, dict[str, list[Any]]]:
+    """The charts of the custom-scalars tab, in the order of the questions that a user asks.
+
+    The same for every run and world size, or TensorBoard would show charts twice when runs are compared.
+    """
+
+    def lines(*names: str) -> list[Any]:
+        # A tag is a regular expression here.
+        tags = [re.escape(BY_NAME[name].tag).replace(r"\{n\}", r"\d+").replace(r"\{name\}", ".+") for name in names]
+        return ["Multiline", [one + "$" for one in tags]]
+
+    return {
+        "1 Is it learning?": {
+            "loss [nats per supervised token]": lines("loss", "eval_loss"),
+            "answers to held-out prompts": lines("eval_exact_match", "eval_metric"),
+            "token accuracy [0-1]": lines("token_accuracy", "eval_token_accuracy"),
+            "entropy [nats]": lines("entropy", "eval_entropy"),
+        },
+        "2 Is it healthy?": {
+            "gradient norm, before clipping": lines("gradient_norm"),
+            "learning rate": lines("learning_rate"),
+            "weights that a step left unchanged [0-1]": lines("weights_unchanged"),
+            "supervised tokens per step": lines("supervised_tokens"),
+        },
+        "3 Is it fast?": {
+            "tokens per second per GPU": lines("tokens_per_gpu"),
+            "MFU [0-1]": lines("mfu"),
+            "step [s]": lines("step_seconds"),
+            "padding [0-1]": lines("padding"),
+            "where a step goes [s]": lines(*PHASES),
+        },
+        "4 Which rank holds the others back?": {
+            "own work: median, fastest, slowest rank [s]": [
+                "Margin",
+                [tag("own_work"), tag("own_work_fastest"), tag("own_work_slowest")],  # plain tags here
+            ],
+            "own work of each rank [s]": lines("own_work_of_rank"),
+            "lost to the slowest rank [0-1]": lines("lost_to_slowest"),
+        },
+        "5 Memory": {
+            "peak of each rank [GiB]": lines("peak_of_rank"),
+            "fullest GPU [0-1]": lines("fullest"),
+        },
+        "6 GPUs": {
+            "utilization [0-1]": lines("gpu_utilization"),
+            "SM clock [MHz]": lines("gpu_clock"),
+            "power [W]": lines("gpu_power"),
+            "temperature [C]": lines("gpu_temperature"),
+            "throttled [0-1]": lines("gpu_throttled"),
+        },
+    }
+
+
+def cell(value: Any, longest: int = LONGEST_SAMPLE) -> str:
+    """A value as one cell of a Markdown table: nothing in it is markup, and it stays on one line."""
+    text = str(value)
+    text = text if len(text) <= longest else text[:longest] + " ..."
+    text = html.escape(text, quote=False)
+    text = re.sub(r"([\\`*_\[\]|#!])", r"\\\1", text)
+    return re.sub(r"\r\n?|\n", "<br>", text)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table. Cells are escaped."""
+    lines = [" | ".join(header), "|".join(["---"] * len(header))]
+    lines += [" | ".join(cell(value) for value in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]], *, include_rows: bool) -> str:
+    """What happened to the rows of each split.
+
+    Args:
+        include_rows: quote the first row dropped for each reason.
+    """
+    splits = list(ledgers)
+    each = list(ledgers.values())
+
+    def shares(name: str, of: str) -> list[str]:
+        return [f"{one[name]:,} ({one[name] / max(one[of], 1):.0%})" for one in each]
+
+    rows: list[list[Any]] = [["rows read", *(f"{one['rows_read']:,}" for one in each)]]
+    for reason in sorted({reason for one in each for reason in one["dropped"]}):
+        counts = [one["dropped"].get(reason, 0) for one in each]
+        part = [f"{n:,} ({n / max(one['rows_read'], 1):.0%})" for n, one in zip(counts, each, strict=True)]
+        rows.append([f"dropped: {reason}", *part])
+    rows.append(["documents kept", *(f"{one['rows_kept']:,}" for one in each)])
+    rows.append(["truncated", *shares("truncated", "rows_read")])
+    rows.append(["exact duplicates", *shares("duplicates", "rows_read")])
+    rows.append(["tokens", *(f"{one['tokens']:,}" for one in each)])
+    rows.append(["supervised tokens", *shares("supervised_tokens", "tokens")])
+    filled = [layouts[name].get("packing_efficiency") for name in splits]
+    if any(filled):
+        rows.append(["padding in packs", *("" if one is None else f"{1 - one:.1%}" for one in filled)])
+    leaked = [one.get("leaked") for one in each]
+    if any(leaked):
+        rows.append(["also in the training rows", *("" if one is None else f"{one['rows']:,}" for one in leaked)])
+    for note in sorted({note for one in each for note in one.get("notes", {})}):
+        rows.append([note, *(counted(one.get("notes", {}).get(note, 0), "row") for one in each)])
+    page = table(["", *splits], rows)
+    examples = [
+        [name, reason, example] for name, one in ledgers.items() for reason, example in sorted(one["examples"].items())
+    ]
+    if include_rows and examples:
+        page += "\n\n" + table(["split", "reason", "first row dropped for it"], examples)
+    return page
+
+
+def facts_page(facts: dict[str, Any]) -> str:
+    """Facts of the run as a two-column table; nested ones are joined with dots."""
+    return table(["", "value"], flat(facts))
+
+
+def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, value) of a tree of dicts; lists stay values."""
+    if isinstance(tree, dict):
+        return [pair for key, value in tree.items() for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))]
+    return [(prefix, tree)]
+
+
+def configuration_page(config: dict[str, Any], given: Iterable[str]) -> str:
+    """What was set, then everything else.
+
+    Args:
+        config: sections of the resolved configuration, secrets removed.
+        given: dotted names that the user wrote.
+    """
+    given = set(given)
+    pairs = flat(config)
+    chosen = [pair for pair in pairs if pair[0] in given]
+    others = [pair for pair in pairs if pair[0] not in given]
+    return "\n\n".join(
+        ["**Set by the user**", table(["key", "value"], chosen), "**Defaults**", table(["key", "value"], others)]
+    )
+
+
+def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
+    """(prompt, the model's answer, reference) of each sample, below their scores in words."""
+    return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
+
+
+def hyperparameters(values: dict[str, Any]) -> list[Any]:
+    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)"""
+    from torch.utils.tensorboard.summary import hparams
+
+    plain = {
+        name: value
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else str(value).encode(errors="backslashreplace").decode()  # the name of a file may be no text
+        for name, value in values.items()
+        if value is not None
+    }
+    experiment, begin, _ = hparams(plain, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
+    return [experiment, begin]
+
+
+def session_end(*, succeeded: bool) -> Any:
+    """The summary that ends the run's row in HPARAMS."""
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+    from torch.utils.tensorboard.summary import hparams
+
+    end = hparams({}, {})[2]  # of a success
+    if not succeeded:
+        content: Any = metadata.parse_session_end_info_plugin_data(end.value[0].metadata.plugin_data.content)
+        content.status = 2  # STATUS_FAILURE in tensorboard/plugins/hparams/api.proto
+        data = getattr(plugin_data_pb2, "HParamsPluginData")(session_end_info=content)  # noqa: B009 - made at run time
+        end.value[0].metadata.CopyFrom(metadata.create_summary_metadata(data))
+    return end
+
+
+def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
+    """A bar per rank, a color per phase of a typical step; uint8 [height, width, 3]."""
+    from PIL import Image, ImageDraw
+
+    shown = [rank for rank in ranks if rank.step][:SHOWN_RANKS]
+    image = Image.new("RGB", (900, 40 * len(shown) + 60), "white")
+    draw = ImageDraw.Draw(image)
+    longest = max((rank.step or 0.0 for rank in shown), default=1.0)
+    for row, rank in enumerate(shown):
+        x, y = 80.0, 12 + 40 * row
+        draw.text((10, y + 6), f"rank {rank.rank}", fill="black", font_size=15)
+        for name in PHASES:
+            width = 700 * (getattr(rank, name) or 0.0) / longest
+            draw.rectangle((x, y, x + width, y + 28), fill=COLORS[name])
+            x += width
+        draw.text((x + 6, y + 6), seconds(rank.step or 0.0), fill="black", font_size=15)
+    for place, name in enumerate(PHASES):
+        x, y = 80 + 135 * place, image.height - 28
+        draw.rectangle((x, y, x + 12, y + 12), fill=COLORS[name])
+        draw.text((x + 17, y - 2), name.replace("_", " "), fill="black", font_size=14)
+    return np.asarray(image)
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    if not math.isfinite(value):
+        return "?"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,0 +1,1 @@
+"""Precision and size of what the optimizer updates."""

@@ -1,0 +1,139 @@
+"""Weights of a sharded model in the usual format: written whole by all ranks, read in parts by each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from finetune.engine.checkpoint import tensor_files
+from finetune.engine.optimizer import rounding
+from finetune.engine.optimizer.master_weights import saved_dtype
+from finetune.engine.sharding import shard
+from finetune.errors import RunError
+from finetune.runtime.ranks import distributed
+
+
+def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
+    """Write the model, or its adapter, as `save_pretrained` would. Every rank calls it.
+
+    Args:
+        dtype: of the saved model, not of an adapter; None for that of the weights. The weights of a checkpoint stay as
+            they are.
+    """
+    shard.reshard(model)
+    if getattr(model, "peft_config", None) is not None:
+        _save_adapter(model, folder)
+    elif getattr(model, "_weight_conversions", None) or model.is_remote_code():
+        _save_through_transformers(model, folder, None if in_checkpoint else dtype)
+        if dtype is not None and distributed.ranks().is_main:
+            _save_config(model, folder, dtype)
+    else:
+        found, dtypes = weights(model), None
+        if dtype is not None and not in_checkpoint:
+            dtypes = {name: saved_dtype(model, name, one, dtype) for name, one in found.items()}
+        tensor_files.write(folder, "model", found, dtypes=dtypes)
+        if distributed.ranks().is_main:
+            _save_config(model, folder, dtype or model.dtype)
+    distributed.barrier()
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model's files, by their names there: tied weights once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        owner = id(parameters.get(name, tensor))
+        if owner not in seen and name not in (model._keys_to_ignore_on_save or ()):
+            found[name] = tensor
+            seen.add(owner)
+    return found
+
+
+def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a subclass
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _save_adapter(model: Any, folder: Path) -> None:
+    """An adapter is small: rank 0 keeps it whole on its host, one gathered tensor after the other."""
+    kept: dict[str, torch.Tensor] = {}
+    own: list[int] = []  # elements other than zero in this rank's part of each tensor
+    for name, tensor in model.named_parameters():
+        if tensor.requires_grad:
+            own.append(int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).count_nonzero()))
+            gathered = shard.whole(tensor.detach())
+            if distributed.ranks().is_main:
+                kept[name] = gathered.cpu().contiguous()
+    held = distributed.sum_over_ranks(own)
+    if distributed.ranks().is_main:
+        model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
+    stored = _nonzero(folder / "adapter_model.safetensors") if distributed.ranks().is_main else None
+    check_adapter(int(sum(held)), distributed.gather_objects(stored)[0])
+
+
+def _nonzero(file: Path) -> int:
+    """Elements other than zero in all tensors of a file."""
+    with safe_open(file, "pt") as stored:
+        return sum(int(stored.get_tensor(key).count_nonzero()) for key in stored.keys())  # noqa: SIM118
+
+
+def check_adapter(held: int, stored: int) -> None:
+    """Check that an adapter was saved whole. A rank that writes its own part as if it were the adapter leaves the rest
+    at zero, in `lora_B` without any error when it is loaded (axolotl issue 3772).
+
+    Args:
+        held: elements other than zero, over all ranks.
+        stored: elements other than zero in the file.
+
+    Raises:
+        RunError: on every rank.
+    """
+    if held != stored:
+        raise RunError(
+            f"the adapter is saved whole: the ranks hold {held:,} elements other than zero, the file {stored:,}. The "
+            "last complete checkpoint is not affected; resume from it with training.strategy: ddp."
+        )
+
+
+def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Models whose files have other tensors than the model: transformers converts them, whole on rank 0's host."""
+    kept = {}
+    for name, tensor in model.state_dict().items():
+        gathered = shard.whole(tensor)
+        if distributed.ranks().is_main:
+            if dtype is not None:
+                gathered = rounding.rounded(gathered.cpu(), saved_dtype(model, name, gathered, dtype), name)
+            kept[name] = gathered.cpu()
+    if distributed.ranks().is_main:
+        model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
+
+
+def load_model(model: Any, checkpoint: Path) -> None:
+    """Read the weights of a checkpoint, or its adapter, into a sharded model: each rank its part.
+
+    Raises:
+        RunError: a tensor is missing or has another shape.
+    """
+    shard.reshard(model)
+    if getattr(model, "peft_config", None) is not None:
+        from peft import get_peft_model_state_dict
+
+        stored = tensor_files.TensorFiles(checkpoint, "adapter_model")
+        wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    else:
+        stored, wanted = tensor_files.TensorFiles(checkpoint, "model"), weights(model)
+    for name, target in wanted.items():
+        if name not in stored or stored.shape(name) != tuple(target.shape):
+            raise RunError(
+                f"{checkpoint} does not fit the sharded model: {name} is missing or has another shape. Resume with "
+                "training.strategy: ddp, or start a new run."
+            )
+        tensor_files.copy_into(target, stored.like(name, target))

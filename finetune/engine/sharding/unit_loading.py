@@ -1,0 +1,116 @@
+"""Weights of a model that will be sharded, loaded unit by unit: no rank ever holds more than one unit whole.
+
+The model is built without weights, gets its adapter, and each unit reads its weights just before it is sharded. Where
+that is not possible (weights that transformers converts while loading, quantized ones, a script that changes the
+model), the ranks of a machine take turns: one at a time loads the whole model on its host and keeps its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import Config
+from finetune.engine import preflight
+from finetune.engine.checkpoint.tensor_files import TensorFiles
+from finetune.engine.sharding import shard
+from finetune.runtime.bootstrap import errors_only
+from finetune.runtime.hooks import Hooks
+from finetune.runtime.ranks import distributed
+
+
+def by_unit(config: Config, hooks: Hooks) -> TensorFiles | None:
+    """The model's files, if each unit of it can be loaded by itself; else None."""
+    model, folder = config.model, preflight.base_folder(config)
+    if not shard.wanted(config) or hooks.model is not None or folder is None:
+        return None
+    if model.load_in_4bit or model.load_in_8bit or model.trust_remote_code:
+        return None
+    try:
+        stored = TensorFiles(folder, "model")
+        with errors_only():
+            empty = _on_meta(folder, torch.float32, {})
+    except Exception:  # no safetensors, or a model that cannot be built without them: loading it whole reports why
+        return None
+    kept_in_float32 = [getattr(empty, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict")]
+    tensors = _tensors(empty)
+    fits = all(key in stored and stored.shape(key) == tuple(one.shape) for key, one in tensors.items())
+    return stored if fits and not any(kept_in_float32) else None
+
+
+def hollow(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+    """The model without memory for its weights: each is one number that is seen at all its places. PEFT can add an
+    adapter to it as if the weights were there."""
+    folder = preflight.base_folder(config)
+    assert folder is not None
+    model = _on_meta(folder, dtype, attention)
+    made: dict[int, nn.Parameter] = {}
+    keys = {id(one): key for key, one in _tensors(model).items()}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[id(parameter)].file_key = keys[id(parameter)]  # type: ignore[attr-defined]  # read by `fill`
+            module._parameters[name] = made[id(parameter)]
+    for key, buffer in _tensors(model).items():
+        if not isinstance(buffer, nn.Parameter):
+            buffer.copy_(TensorFiles(folder, "model").whole(key))
+    return model.eval()
+
+
+def fill(module: nn.Module, stored: TensorFiles, device: torch.device) -> None:
+    """Give the hollow parameters below `module` their weights, on `device`."""
+    found: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            key = getattr(parameter, "file_key", None)
+            if parameter is None or key is None:
+                continue
+            if id(parameter) not in found:
+                weight = stored.whole(key).to(device=device, dtype=parameter.dtype).contiguous()
+                found[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = found[id(parameter)]
+
+
+def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+    """The model with real buffers, and parameters on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    shape = AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **attention)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters, tied ones once, and the buffers that are saved, by their names in the model's files."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    saved = model.state_dict(keep_vars=True)
+    return found | {name: one for name, one in saved.items() if not isinstance(one, nn.Parameter)}
+
+
+@contextlib.contextmanager
+def turn(place: int, turns: int) -> Iterator[None]:
+    """The ranks of a machine run the block one after the other.
+
+    Args:
+        place: of this rank, from 0.
+        turns: of the machine with the most ranks. All ranks wait for the end of each turn.
+    """
+    for _ in range(place):
+        distributed.barrier()
+    yield
+    for _ in range(turns - place):
+        distributed.barrier()

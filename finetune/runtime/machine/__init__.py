@@ -1,0 +1,1 @@
+"""The machine: GPUs, NCCL settings, attention kernels, CPU threads and disks."""

@@ -1,0 +1,112 @@
+"""Recommends NCCL environment variables for the hardware that `hardware.survey()` found, each with its reason.
+
+NCCL tunes itself, so a variable is only set if the topology is known to make NCCL's own choice fail. Meaning, defaults
+and allowed values: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.runtime.machine.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One environment variable."""
+
+    name: str
+    value: str
+    reason: str
+
+
+NO_MULTICAST = Setting(
+    name="NCCL_NVLS_ENABLE",
+    value="0",
+    reason="NVLink SHARP needs multicast memory, which fails at startup in many containers and virtual machines; Ring "
+    "and Tree over NVLink do not need it, and adapter gradients are too small to benefit from it",
+)
+NO_PEERS = Setting(
+    name="NCCL_P2P_DISABLE",
+    value="1",
+    reason="no pair of GPUs has peer access: traffic goes through host memory anyway, and drivers that wrongly claim "
+    "peer access behind a host bridge (ACS, IOMMU) hang",
+)
+
+# The settings of the published study (two RTX 4070 Ti SUPER behind a PCIe host bridge), and whether they are used here
+STUDY = (
+    Setting(name="NCCL_P2P_DISABLE", value="1", reason="used if no pair has peer access, as there: see settings()"),
+    Setting(
+        name="NCCL_ALGO",
+        value="Tree",
+        reason="not used: with two ranks a tree equals a ring, and NCCL implements Tree for all-reduce only, so other "
+        "collectives are left without an algorithm. Since 2.24 `allreduce:tree` restricts it to all-reduce",
+    ),
+    Setting(
+        name="NCCL_PROTO",
+        value="Simple",
+        reason="not used: it rules out LL, the protocol with the lowest latency, which small gradients need most. "
+        "NCCL's documentation advises against setting it, except to exclude a protocol suspected of a bug",
+    ),
+    Setting(
+        name="NCCL_BUFFSIZE",
+        value="33554432",
+        reason="not used without a measurement: eight times the default of 4 MiB of GPU memory per channel and pair; "
+        "`finetune bench comm --settings` measures its effect",
+    ),
+    Setting(
+        name="NCCL_NTHREADS",
+        value="16",
+        reason="invalid: allowed values are 64, 128, 256 and 512 (default 512), so 16 cannot have had an effect",
+    ),
+    Setting(name="NCCL_DEBUG", value="INFO", reason="not used: for debugging; it prints hundreds of lines per rank"),
+)
+
+
+def settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
+    """The variables to set before the ranks start; empty if NCCL's defaults are right.
+
+    Args:
+        hardware: from `survey()`. Unknown links lead to no setting.
+        nodes: number of machines in the run.
+        interface: network interface that connects them, such as "eth0".
+    """
+    found: list[Setting] = []
+    links = hardware.links or ()
+    if links and all(link.nvlinks for link in links):
+        found.append(NO_MULTICAST)
+    elif links and all(link.peer_access is False for link in links):
+        found.append(NO_PEERS)
+    if nodes > 1:
+        found.append(_interface(interface))
+    return tuple(found)
+
+
+def _interface(name: str | None) -> Setting:
+    if name is not None:
+        return Setting(
+            name="NCCL_SOCKET_IFNAME",
+            value=f"={name}",
+            reason=f"{name} connects the machines; by default NCCL uses the first interface that it finds",
+        )
+    return Setting(
+        name="NCCL_SOCKET_IFNAME",
+        value="^lo,docker,veth,virbr",
+        reason="these interfaces never connect machines; naming the one that does (=eth0) is better",
+    )
+
+
+def in_words(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
+    """The reasons for these settings, or for having none, as one line."""
+    links = hardware.links
+    if chosen:
+        return "; ".join(f"{one.name}={one.value}: {one.reason}" for one in chosen)
+    if hardware.device == "cpu":
+        return "no NCCL settings: CPU ranks communicate through gloo"
+    if not links:
+        return "no NCCL settings: " + ("the links are not known" if links is None else "one GPU does not communicate")
+    if any(link.peer_access is None for link in links):
+        return "no NCCL settings: peer access is not known; NCCL detects it"
+    if all(link.peer_access for link in links):
+        return "no NCCL settings: all pairs have peer access over PCIe, which NCCL uses by itself"
+    return "no NCCL settings: only some pairs have peer access; NCCL chooses for each pair"

@@ -1,0 +1,1 @@
+"""The processes of a run: collectives, rendezvous, failures, signals and stuck ranks."""

@@ -1,0 +1,99 @@
+"""Which attempts of a launch resume by themselves, on one machine and on several."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config import Config, load
+from finetune.engine.checkpoint import checkpoints, restart
+from finetune.runtime.ranks import distributed, launcher
+
+OWN, OTHER = "run@node-b:7:2.00", "run@node-a:7:1.00"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of the second of two machines. The folder has a run of this launch, whose rank 0 was on the first one."""
+    me = distributed.Ranks(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    monkeypatch.setattr(distributed, "ranks", lambda: me)
+    monkeypatch.setattr(launcher, "launch_id", lambda: OWN)
+    monkeypatch.setattr(launcher, "restarts", lambda: 0)
+    monkeypatch.setattr(restart, "_is_first_run", True)
+    hosts = [{"host": "node-a", "ranks": [0], "launch": OTHER}, {"host": "node-b", "ranks": [1], "launch": OWN}]
+    (tmp_path / "run.json").write_text(json.dumps({"launch": OTHER, "hosts": hosts}))
+    (checkpoint := tmp_path / "checkpoint-3").mkdir()
+    (checkpoint / "weights").write_text("w")
+    checkpoints.seal(checkpoint, {"step": 3, "launch": OTHER})
+    given: Any = load(["--training.output_dir", str(tmp_path)], command="train")
+    return given
+
+
+def resumes_from(config: Config) -> bool | str:
+    return restart.continued(config).training.resume_from_checkpoint
+
+
+def test_a_machine_resumes_whose_launcher_has_counted_no_restart(config: Config, tmp_path: Path) -> None:
+    """c10d starts the ranks of a healthy machine again without counting it."""
+    assert resumes_from(config) == str(tmp_path / "checkpoint-3")
+
+
+def test_a_second_run_of_one_process_is_no_restart(config: Config) -> None:
+    resumes_from(config)
+    assert resumes_from(config) is False
+
+
+def test_another_launch_is_no_restart(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "launch_id", lambda: "run@node-b:9:3.00")
+    assert resumes_from(config) is False
+
+
+def test_on_one_machine_the_count_decides(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(distributed.ranks(), local_world_size=2)
+    monkeypatch.setattr(distributed, "ranks", lambda: alone)
+    assert resumes_from(config) is False
+    monkeypatch.setattr(launcher, "restarts", lambda: 1)
+    assert resumes_from(config) == str(tmp_path / "checkpoint-3")
+
+
+# --- the folder that all machines share -------------------------------------------------------------------------------
+
+
+def shared(monkeypatch: pytest.MonkeyPatch, rank: int, *others: list[Any]) -> list[Any]:
+    """`check_shared` on one of two machines; `others`: what the other rank contributes to each exchange."""
+    me = distributed.Ranks(rank=rank, local_rank=0, world_size=2, local_world_size=1)
+    monkeypatch.setattr(distributed, "ranks", lambda: me)
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(checkpoints.socket, "gethostname", lambda: f"node-{rank}")
+    monkeypatch.setattr(checkpoints, "SHARED_SECONDS", 0.0)
+    answers, said = iter(others), []
+
+    def gather(own: Any) -> list[Any]:
+        said.append(own)
+        return [own, next(answers)] if rank == 0 else [next(answers), own]
+
+    monkeypatch.setattr(distributed, "gather_objects", gather)
+    return said
+
+
+def test_a_folder_that_a_machine_cannot_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".finetune-token-0").touch()  # rank 0's
+    shared(monkeypatch, 1, "token", (True, "node-0", None), [])
+
+    def touch(self: Path, exist_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(checkpoints.UserError, match=r"on node-1 \(rank 1\) it cannot be written \(Permission denied\)"):
+        checkpoints.check_shared(tmp_path)
+
+
+def test_a_folder_whose_files_do_not_reach_rank_0_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = shared(monkeypatch, 0, None, (True, "node-1", None), [])
+    with pytest.raises(checkpoints.UserError, match=r"on node-1 \(rank 1\) what it writes there does not reach rank 0"):
+        checkpoints.check_shared(tmp_path)
+    assert said[2] == [1] and not list(tmp_path.iterdir())

@@ -1,0 +1,571 @@
+"""Resume does what was asked: runs of the shipped command inside this process, on a Llama of 100,000 parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from finetune.config import Config, TrainingConfig, load
+from finetune.engine.checkpoint import checkpoints, resume
+from finetune.errors import UserError
+from tests.helpers import tiny
+from tests.helpers.runs import Runs, in_this_process
+
+RESUME = ("--training.resume_from_checkpoint", "true")
+CHANGED = (*RESUME, "--training.resume_with_changes", "true")
+FINAL = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    tiny.make_model(folder / "model")
+    tiny.make_rows(folder / "train.jsonl", 40)
+    return folder
+
+
+@pytest.fixture
+def runs(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    with in_this_process(monkeypatch, shared):
+        yield Runs(shared, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def whole_run(shared: Path) -> Path:
+    """A finished run of 6 steps under cosine with a checkpoint at 2, 4 and 6."""
+    with pytest.MonkeyPatch.context() as monkeypatch, in_this_process(monkeypatch, shared):
+        Runs(shared, monkeypatch)(shared / "whole", *SIX)
+    return shared / "whole"
+
+
+SIX = ("--training.max_steps", "6", "--training.save_steps", "2", "--training.save_total_limit", "null")
+
+
+@pytest.fixture
+def out(whole_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(whole_run, tmp_path / "out"))
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """Every file below a folder: digest and time of writing; of folders that they are there."""
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).digest(), path.stat().st_mtime_ns)
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return " ".join((captured.out + captured.err).split())
+
+
+# --- a run that is finished -----------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_changes_nothing(runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = state(out)
+    runs(out, *SIX, *RESUME)
+    assert "already finished: 6 of 6 steps" in words(capsys)
+    runs(out, *SIX, "--training.resume_from_checkpoint", str(out / "checkpoint-6"))
+    assert "already finished: 6 of 6 steps" in words(capsys)
+    assert state(out) == before
+
+
+def test_a_finished_run_of_a_part_of_an_epoch(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.3 of an epoch of 10 steps is 3 steps; `--json` gets the results of the finished run."""
+    arguments = ("--training.num_train_epochs", "0.3", "--training.save_steps", "2")
+    first = runs(tmp_path / "out", *arguments)
+    before = state(tmp_path / "out")
+    assert runs(tmp_path / "out", *arguments, *RESUME, "--json", str(tmp_path / "again.json")) == first
+    assert "already finished: 3 of 3 steps" in words(capsys)
+    assert state(tmp_path / "out") == before
+    assert json.loads((tmp_path / "again.json").read_text()) == first
+
+
+def test_a_finished_run_without_checkpoints(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stays as it is; another one in its place is refused."""
+    arguments = ("--training.max_steps", "2", "--training.save_steps", "0")
+    runs(tmp_path / "out", *arguments)
+    before = state(tmp_path / "out")
+    runs(tmp_path / "out", *arguments, *RESUME)
+    assert "already finished: 2 of 2 steps" in words(capsys)
+    for other in (("--training.max_steps", "3"), ("--training.learning_rate", "1e-3"), ("--training.seed", "1")):
+        runs(tmp_path / "out", *arguments, *other, *RESUME, code=2)
+        assert "finished run of 2 steps" in words(capsys)
+    assert state(tmp_path / "out") == before
+
+
+def test_a_run_killed_after_its_last_checkpoint_gets_its_end_and_no_further_step(
+    runs: Runs, whole_run: Path, out: Path
+) -> None:
+    (out / FINAL).unlink()
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    checkpoint = state(out / "checkpoint-6")
+    runs.watch()
+    again = runs(out, *SIX, *RESUME)
+    assert runs.groups == [] and again["losses"] == []
+    assert (again["status"], again["steps"], again["tokens"]) == ("done", 6, record["tokens"])
+    assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
+    assert state(out / "checkpoint-6") == checkpoint
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    before = state(out)
+    runs(out, *SIX, *RESUME)
+    assert state(out) == before
+
+
+def test_full_fine_tuning_killed_after_its_last_checkpoint_gets_its_end(runs: Runs, tmp_path: Path) -> None:
+    """The base model plays no part: all weights are in the checkpoint."""
+    out, full = tmp_path / "out", ("--model.full_finetuning", "true", "--training.max_steps", "2")
+    runs(out, *full)
+    trained = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    base = shutil.copytree(runs.folder / "model", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, base / "model.safetensors")
+    again = runs(out, *full, *RESUME, "--model.model_name_or_path", str(base))
+    assert again["losses"] == [] and again["status"] == "done"
+    assert (out / "model.safetensors").read_bytes() == trained
+
+
+def test_a_run_that_ended_early_by_itself_is_finished(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with an EarlyStoppingCallback after step 4 of 6; a longer run is another one, and is refused under cosine."""
+    shutil.rmtree(out / "checkpoint-6")
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "steps": 4}))
+    before = state(out)
+    runs(out, *SIX, *RESUME)
+    assert "already finished: 4 of 6 steps" in words(capsys)
+    runs(out, *SIX, *RESUME, "--training.max_steps", "7", code=2)
+    assert "was 6, now 7" in words(capsys)
+    assert state(out) == before
+
+
+# --- how long -------------------------------------------------------------------------------------------------------
+
+
+def test_an_end_before_the_checkpoint_is_refused(runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = state(out)
+    runs(out, *SIX, *RESUME, "--training.max_steps", "4", code=2)
+    message = words(capsys)
+    assert "max_steps is 4" in message and "at step 6 already" in message
+    runs(out, *CHANGED, "--training.save_steps", "2", "--training.num_train_epochs", "0.35", code=2)
+    message = words(capsys)
+    assert "num_train_epochs is 0.35, which is 4 steps" in message and "at step 6 already" in message
+    assert state(out) == before
+
+
+def test_a_longer_run_under_a_constant_rate_goes_on_as_one_that_was_never_stopped(runs: Runs, tmp_path: Path) -> None:
+    constant = ("--training.lr_scheduler_type", "constant", "--training.save_steps", "2")
+    runs(tmp_path / "once", *constant, "--training.max_steps", "5")
+    runs(tmp_path / "twice", *constant, "--training.max_steps", "3")
+    again = runs(tmp_path / "twice", *constant, "--training.max_steps", "5", *RESUME)
+    assert again["resumed_from"].endswith("checkpoint-3") and again["resumed_with_changes"] == []
+    assert (tmp_path / "once" / FINAL).read_bytes() == (tmp_path / "twice" / FINAL).read_bytes()
+
+
+def test_a_longer_run_under_a_decaying_rate_needs_permission(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then each step has the rate that transformers' own schedule of the new length gives it."""
+    before = state(out)
+    runs(out, *SIX, *RESUME, "--training.max_steps", "9", code=2)
+    message = words(capsys)
+    assert "was 6, now 9" in message and "resume_with_changes: true" in message
+    assert state(out) == before
+    runs.watch()
+    again = runs(out, *SIX, *CHANGED, "--training.max_steps", "9")
+    assert [group["lr"] for group in runs.groups] == pytest.approx(rates("cosine", 1e-2, 9)[6:], rel=1e-12)
+    (change,) = again["resumed_with_changes"]
+    assert (change["step"], change["was"], change["now"]) == (6, 6, 9)
+    assert "total steps" in change["key"]
+
+
+def rates(name: str, peak: float, total: int, warmup: int = 0) -> list[float]:
+    """The learning rate of each step, from transformers' schedule stepped from its beginning."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "depends"),
+    [
+        ("cosine", 0, True),
+        ("linear", 3, True),
+        ("constant", 0.5, False),
+        ("constant_with_warmup", 3, False),
+        ("constant_with_warmup", 0.5, True),
+        ("inverse_sqrt", 3, False),
+        ("polynomial", 0, True),
+    ],
+)
+def test_which_schedules_depend_on_the_length(schedule: str, warmup: float, depends: bool) -> None:
+    """Against transformers: are the first 8 rates of 10 steps those of 20?"""
+    found = resume._depends_on_length({"training.lr_scheduler_type": schedule, "training.warmup_steps": warmup})
+    arguments = transformers.TrainingArguments(warmup_steps=warmup)
+    curves = [rates(schedule, 1e-2, total, arguments.get_warmup_steps(total))[:8] for total in (10, 20)]
+    assert found == depends == (curves[0] != curves[1])
+
+
+# --- other settings -------------------------------------------------------------------------------------------------
+
+OTHER = {
+    "lora.r": ("8", "16, now 8"),
+    "lora.target_modules": ("[q_proj]", 'null, now ["q_proj"]'),
+    "lora.modules_to_save": ("[lm_head]", 'null, now ["lm_head"]'),
+    "lora.bias": ("all", '"none", now "all"'),
+    "training.optim": ("sgd", '"adamw_torch_fused", now "sgd"'),
+    "lora.lora_alpha": ("512", "16, now 512"),
+    "lora.lora_dropout": ("0.1", "0.0, now 0.1"),
+    "lora.use_rslora": ("true", "false, now true"),
+    "lora.adapter_kwargs": ("{use_dora: true}", None),
+    "training.learning_rate": ("1e-5", "0.01, now 1e-05"),
+    "training.lr_scheduler_type": ("linear", '"cosine", now "linear"'),
+    "training.warmup_steps": ("2", "0.0, now 2.0"),
+    "training.weight_decay": ("0.1", "0.0, now 0.1"),
+    "training.max_grad_norm": ("0.5", "1.0, now 0.5"),
+    "training.adam_beta1": ("0.8", "0.9, now 0.8"),
+    "training.neftune_noise_alpha": ("5", "null, now 5"),
+    "model.dtype": ("bfloat16", '"float32", now "bfloat16"'),
+}
+
+
+def test_all_other_settings_are_refused_at_once_and_nothing_is_touched(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(out / "checkpoint-6")
+    before = state(out)
+    given = [word for name, (value, _) in OTHER.items() for word in (f"--{name}", value)]
+    runs(out, *SIX, *RESUME, *given, code=2)
+    message = words(capsys)
+    assert "checkpoint-4 was trained with other settings" in message
+    for name, (_, change) in OTHER.items():
+        assert f"- {name}: was {change}" in message if change else f"- {name}.use_dora" in message, name
+    fixed, free = message.split("These change the result")
+    assert "lora.r:" in fixed and "training.optim:" in fixed and "lora.lora_alpha:" in free and "lora.r:" not in free
+    runs(out, *SIX, *CHANGED, *given, code=2)
+    message = words(capsys)
+    assert "lora.r:" in message and "lora.lora_alpha" not in message
+    assert state(out) == before
+
+
+def test_another_kind_of_training_and_other_data_are_refused(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = state(out)
+    runs(out, *SIX, *CHANGED, "--model.full_finetuning", "true", code=2)
+    assert "model.full_finetuning: was false, now true" in words(capsys)
+    runs(out, *SIX, *CHANGED, "--training.seed", "7", code=2)
+    assert "belongs to another plan of steps: training.seed was 42, now 7. Restore what was" in words(capsys)
+    assert state(out) == before
+
+
+def test_other_base_weights_under_a_lora_are_refused(
+    runs: Runs, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights in another folder are the same model; one tensor of another seed is not, nor another shape."""
+    base = tmp_path / "base"
+    shutil.copytree(runs.folder / "model", base)
+    elsewhere = (*SIX, *CHANGED, "--model.model_name_or_path", str(base))
+    runs(out, *elsewhere)
+    assert "already finished" in words(capsys)
+    before = state(out)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    runs(out, *elsewhere, code=2)
+    assert "model config.rms_norm_eps: was 1e-06, now 0.001" in words(capsys)
+    (base / "config.json").write_text(json.dumps(config))
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    runs(out, *elsewhere, code=2)
+    assert "base weights: was" in words(capsys)
+    assert state(out) == before
+
+
+def test_changes_by_permission_take_effect(runs: Runs, out: Path) -> None:
+    """As in a run whose settings are changed in place at that step, which was never saved or loaded. The optimizer's
+    moments go on, the rate follows the new curve, the adapter's scale is the new one."""
+    shutil.rmtree(out / "checkpoint-6")
+    (out / FINAL).unlink()
+    changes = {
+        "training.learning_rate": ("5e-3", 1e-2, 5e-3),
+        "training.lr_scheduler_type": ("linear", "cosine", "linear"),
+        "training.warmup_steps": ("1", 0.0, 1.0),
+        "training.weight_decay": ("0.1", 0.0, 0.1),
+        "training.adam_beta2": ("0.9", 0.999, 0.9),
+        "lora.lora_alpha": ("64", 16, 64),
+    }
+    given = [word for name, (value, _, _) in changes.items() for word in (f"--{name}", value)]
+    curve = rates("linear", 5e-3, 6, 1)
+
+    def change_in_place(trainer: Any, step: int) -> None:
+        if step >= 4:
+            for group in trainer.optimizer.param_groups:
+                group.update(lr=curve[min(step, 5)], weight_decay=0.1, betas=(0.9, 0.9))
+            for module in trainer.model.modules():
+                if hasattr(module, "lora_A"):
+                    module.scaling["default"] = 64 / 16
+
+    reference = out.parent / "reference"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        unstopped = Runs(runs.folder, monkeypatch)
+        unstopped.watch(change_in_place)
+        expected = unstopped(reference, *SIX)
+    runs.watch()
+    found = runs(out, *SIX, *CHANGED, *given)
+    assert [group["lr"] for group in runs.groups] == pytest.approx(curve[4:], rel=1e-12)
+    assert {(group["weight_decay"], tuple(group["betas"])) for group in runs.groups} == {(0.1, (0.9, 0.9))}
+    recorded = {change["key"]: (change["was"], change["now"]) for change in found["resumed_with_changes"]}
+    assert recorded == {name: (was, now) for name, (_, was, now) in changes.items()}
+    assert found["losses"] == pytest.approx(expected["losses"][4:], rel=1e-6)
+    trained, wanted = load_file(out / FINAL), load_file(reference / FINAL)
+    assert all(torch.allclose(trained[name], wanted[name], rtol=1e-5, atol=1e-8) for name in wanted)
+    assert json.loads((out / "adapter_config.json").read_text())["lora_alpha"] == 64
+    # The next resume compares with the changed settings, and keeps the history.
+    manifest = checkpoints.manifest(out / "checkpoint-6")
+    assert manifest["settings"]["lora.lora_alpha"] == 64 and len(manifest["resumed_with_changes"]) == len(changes)
+    before = state(out)
+    runs(out, *SIX, *RESUME, *given)
+    assert state(out) == before
+
+
+def test_dropout_by_permission_takes_effect(runs: Runs, out: Path) -> None:
+    shutil.rmtree(out / "checkpoint-6")
+    runs.watch()
+    runs(out, *SIX, *CHANGED, "--lora.lora_dropout", "0.25")
+    rates = {module.p for module in runs.model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.25}
+
+
+@pytest.mark.process
+def test_settings_that_leave_the_result_alone_are_free_and_take_effect(runs: Runs, whole_run: Path, out: Path) -> None:
+    """How often to save is that of now, not that in the checkpoint's trainer_state.json."""
+    for step in (4, 6):
+        shutil.rmtree(out / f"checkpoint-{step}")
+    free = {
+        "training.save_steps": "3",
+        "training.save_total_limit": "1",
+        "training.gradient_checkpointing": "false",
+        "training.ddp_timeout": "60",
+        "training.dataloader_num_workers": "1",
+        "training.adam_beta1": "0.9",  # its default
+        "logging.logging_steps": "2",
+    }
+    again = runs(out, *SIX, *RESUME, *(word for name in free for word in (f"--{name}", free[name])))
+    assert again["resumed_from"].endswith("checkpoint-2") and again["steps"] == 6
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-6"]
+    assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
+
+
+# --- which checkpoint -----------------------------------------------------------------------------------------------
+
+
+def test_no_more_checkpoints_are_kept_than_asked_for(runs: Runs, tmp_path: Path) -> None:
+    arguments = ("--training.save_steps", "1", "--training.save_total_limit", "2", "--training.max_steps", "5")
+    runs(tmp_path / "out", *arguments)
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_resumed_by_path_the_new_checkpoint_stays(runs: Runs, out: Path) -> None:
+    """From checkpoint-2 beside 4 and 6, with room for one: the new ones, and the one resumed from."""
+    (out / FINAL).unlink()
+    seen: list[list[str]] = []
+    runs.watch(lambda trainer, step: seen.append([path.name for path in checkpoints.checkpoints(out)]))
+    arguments = (*SIX, "--training.save_steps", "1", "--training.save_total_limit", "1")
+    runs(out, *arguments, "--training.resume_from_checkpoint", str(out / "checkpoint-2"))
+    assert [names for names in seen[1:]] == [["checkpoint-2", f"checkpoint-{step}"] for step in (3, 4, 5)]
+
+
+def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
+    runs: Runs, whole_run: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (out / "optimizer").mkdir()
+    file = out / "checkpoint-6" / "optimizer.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+    before = state(out)
+    runs(out, *SIX, "--training.resume_from_checkpoint", str(out / "checkpoint-6"), code=2)
+    assert "it is damaged: optimizer.pt does not match its checksum" in words(capsys)
+    assert state(out) == before
+    again = runs(out, *SIX, *RESUME)
+    assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); skipping it" in words(capsys)
+    assert again["resumed_from"].endswith("checkpoint-4") and len(again["losses"]) == 2
+    assert checkpoints.damage(out / "checkpoint-6", verify=True) is None  # written again
+    (out / "checkpoint-4").rename(out / "mine")
+    again = runs(out, *SIX, "--training.resume_from_checkpoint", str(out / "mine"))
+    assert again["resumed_from"].endswith("mine") and len(again["losses"]) == 2
+    assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
+
+
+# --- the order of the rows ------------------------------------------------------------------------------------------
+
+
+def test_steps_are_random_samples_unless_they_are_grouped(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run.json has the spread of the steps' mean length; a resumed run keeps the order."""
+    grouped = ("--training.train_sampling_strategy", "group_by_length")
+    steps = ("--training.max_steps", "4", "--training.save_steps", "2")
+    ratio = {}
+    for name, more in (("random", ()), ("grouped", grouped)):
+        mix = runs(tmp_path / name, *steps, *more)["batch_mix"]
+        assert mix["documents_per_step"] == 4
+        ratio[name] = mix["sd_of_step_mean_length"] / mix["sd_random_order"]
+    assert ratio["random"] < 1.25 and ratio["grouped"] > 1.5
+    (tmp_path / "grouped" / FINAL).unlink()
+    shutil.rmtree(tmp_path / "grouped" / "checkpoint-4")
+    runs(tmp_path / "grouped", *steps, *RESUME, code=2)
+    assert 'training.train_sampling_strategy was "group_by_length", now "random"' in words(capsys)
+    assert runs(tmp_path / "grouped", *steps, *grouped, *RESUME)["resumed_from"].endswith("checkpoint-2")
+
+
+# --- checkpoints that this version cannot resume --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["order", "settings"])
+def test_a_checkpoint_of_another_order_is_refused_by_name(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    """Earlier versions recorded no order: they sorted packs and grouped steps by length."""
+    (out / FINAL).unlink()
+    manifest = checkpoints.manifest(out / "checkpoint-6")
+    (out / "checkpoint-6" / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(out / "checkpoint-6", {name: value for name, value in manifest.items() if name != field})
+    before = state(out)
+    runs(out, *SIX, *RESUME, code=2)
+    message = words(capsys)
+    assert "checkpoint-6 was written by a version that trained the rows in another order" in message
+    assert state(out) == before
+
+
+def test_shapes_of_another_model_do_not_fit(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    resume.check_shapes(model, tmp_path)
+    save_file({"weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"weight has shape \[2, 4\] in the checkpoint and \[2, 3\] in this run"):
+        resume.check_shapes(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path, name: str) -> None:
+    """In a checkpoint whose manifest is made to match."""
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    shutil.rmtree(out / "checkpoint-6")
+    torch.save(Payload(), out / "checkpoint-4" / name)
+    manifest = checkpoints.manifest(out / "checkpoint-4")
+    (out / "checkpoint-4" / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key != "files"})
+    runs(out, *SIX, *RESUME, code=1)
+    assert not (tmp_path / "ran").exists()
+
+
+WRONG_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "trainer_state.json")
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+@pytest.mark.parametrize("content", [{}, {"state": 1, "param_groups": [{}]}, [1]])
+def test_state_files_that_hold_something_else(
+    runs: Runs, out: Path, name: str, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the right checksum, so nothing is damaged."""
+    shutil.rmtree(out / "checkpoint-6")
+    checkpoint = out / "checkpoint-4"
+    if name == "trainer_state.json":
+        (checkpoint / name).write_text(json.dumps(content or [1]))
+    else:
+        torch.save(content, checkpoint / name)
+    manifest = checkpoints.manifest(checkpoint)
+    (checkpoint / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key != "files"})
+    runs(out, *SIX, *RESUME, code=1)
+    assert "cannot be used" in words(capsys)
+
+
+# --- the digest of base weights -------------------------------------------------------------------------------------
+
+
+def test_digest_of_weights_is_of_tensors_and_not_of_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {name: torch.randn(300, 200) for name in ("a", "b", "c")}  # 240,000 bytes: more than the samples
+
+    def digest(name: str, **files: dict[str, torch.Tensor]) -> str | None:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, tensors in files.items():
+            save_file(tensors, folder / f"{file}.safetensors")
+        if len(files) > 1:
+            places = {name: f"{file}.safetensors" for file, tensors in files.items() for name in tensors}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return resume.weights_digest(folder)
+
+    whole = digest("whole", model=weights)
+    first, second = {"a": weights["a"]}, {name: weights[name] for name in ("b", "c")}
+    assert whole == digest("sharded", one=first, two=second)
+    changed = {
+        "renamed": {"d": weights["a"], **second},
+        "removed": second,
+        "shape": {"a": weights["a"].reshape(200, 300), **second},
+        "type": {"a": weights["a"].half(), **second},
+        "start": {"a": edited(weights["a"], 0), **second},
+        "middle": {"a": edited(weights["a"], 30_010), **second},
+        "end": {"a": edited(weights["a"], -1), **second},
+    }
+    found = {name: digest(name, model=tensors) for name, tensors in changed.items()}
+    assert len({whole, *found.values()}) == 1 + len(changed)
+    assert digest("unseen", model={"a": edited(weights["a"], 20_000), **second}) == whole  # between the samples
+    (tmp_path / "sharded" / "two.safetensors").unlink()
+    assert resume.weights_digest(tmp_path / "sharded") is None
+    assert resume.weights_digest(tmp_path) is None
+
+
+def edited(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    other = tensor.clone()
+    other.view(-1)[place] += 1
+    return other
+
+
+def test_resume_with_changes_needs_a_resume() -> None:
+    with pytest.raises(Exception, match="resume_with_changes needs a checkpoint to resume from"):
+        load(["--training.resume_with_changes"])
+
+
+def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_changes() -> None:
+    """2 x 3 rows on each of 4 ranks, resumed on 2, and then with other factors."""
+    manifest = {"batch": {"per_device": 2, "global_batch_size": 24, "world_size": 4}}
+
+    def resumed(world: int, **factors: int) -> tuple[int, int, int]:
+        found = resume.batch_of(Config(training=TrainingConfig(**factors)), manifest, world)
+        return found.per_device, found.accumulation, found.global_batch_size
+
+    assert resumed(2, per_device_train_batch_size=2, gradient_accumulation_steps=3) == (2, 6, 24)
+    assert resumed(2, per_device_train_batch_size=1, gradient_accumulation_steps=3) == (1, 3, 6)
+    assert resumed(2, global_batch_size=24) == (2, 6, 24)  # the size of the checkpoint, not the default
+    assert resumed(3, global_batch_size=15) == (5, 1, 15)  # 2 does not divide 5 rows
+    for damaged in ({}, {"batch": None}, {"batch": {"per_device": "x", "global_batch_size": 24, "world_size": 0}}):
+        assert resume.batch_of(Config(), damaged, 1).global_batch_size == 16

@@ -1,0 +1,130 @@
+"""Models with a table of positions: how many it has, and what stays below."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config import Config
+from finetune.config.schema import ModelConfig
+from finetune.engine.model import loading as engine_model
+from finetune.engine.model import positions
+from finetune.errors import UserError
+
+TINY: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+GPT2 = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=40)
+# Configuration -> the positions for which its forward pass has a row (found by running it, below).
+KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "GPT2Config": (GPT2, 40),
+    "OpenAIGPTConfig": (GPT2, 40),
+    "CTRLConfig": (GPT2 | {"dff": 16}, 40),
+    "GPTJConfig": (GPT2 | {"rotary_dim": 4}, 40),
+    "CodeGenConfig": (GPT2 | {"rotary_dim": 4, "n_head": 4}, 40),
+    "GPTNeoConfig": (
+        dict(
+            hidden_size=16,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=32,
+            max_position_embeddings=40,
+            attention_types=[[["global"], 1]],
+        ),
+        40,
+    ),
+    "OPTConfig": (TINY | {"ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 40}, 40),
+    "BioGptConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, 40),
+    "RobertaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 38),
+    "BertConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 40),
+    "MptConfig": (dict(d_model=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=40), 40),
+    "WhisperConfig": (
+        dict(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32)
+        | dict(encoder_layers=1, encoder_attention_heads=2, max_target_positions=40),
+        40,
+    ),
+    "LlamaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, None),
+    "BloomConfig": (dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=32), None),
+}
+
+
+def made(kind: str) -> Any:
+    import transformers
+
+    config = getattr(transformers, kind)(pad_token_id=1, bos_token_id=0, eos_token_id=2, **KINDS[kind][0])
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_limit_is_where_the_forward_pass_ends(kind: str) -> None:
+    model, expected = made(kind), KINDS[kind][1]
+    assert positions.limit(model) == expected
+    longest = expected or 64
+    with torch.no_grad():
+        model(torch.full((1, longest), 5))
+        if expected is not None:
+            with pytest.raises((IndexError, RuntimeError)):
+                model(torch.full((1, longest + 1), 5))
+
+
+def test_rows_that_need_more_positions_are_refused_with_a_length_that_fits() -> None:
+    """Rows are padded to multiples of 8, and padding has positions, too."""
+    model = made("RobertaConfig")
+    positions.check(model, SimpleNamespace(lengths=np.array([3, 32])), "training")
+    with pytest.raises(UserError, match=r"up to 33 tokens, and roberta has a table of 38 positions.*to 32 or less"):
+        positions.check(model, SimpleNamespace(lengths=np.array([3, 33])), "training")
+    positions.check(made("LlamaConfig"), SimpleNamespace(lengths=np.array([10_000])), "training")
+
+
+def test_each_answer_ends_at_the_limit() -> None:
+    """A short prompt beside a long one has all the room that it has alone."""
+    from transformers import GenerationConfig
+
+    torch.manual_seed(0)
+    model = made("GPT2Config")
+    settings = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=1, eos_token_id=[31])
+    prompts = [[5] * 4, [5] * 35]
+    found = engine_model.complete(model, prompts, settings)
+    alone = [engine_model.complete(model, [one], settings)[0] for one in prompts]
+    assert found == alone and len(found[1]) <= 5 and settings.max_new_tokens == 30
+    with pytest.raises(UserError, match="prompt has 40 tokens, and gpt2 has a table of 40 positions"):
+        engine_model.complete(model, [[5] * 40], settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "separates"),
+    [
+        ("LlamaConfig", True),
+        ("GPTNeoConfig", True),
+        ("BloomConfig", False),  # takes no position ids
+        ("OPTConfig", False),  # makes its mask without them
+        ("BioGptConfig", False),
+        ("FalconConfig", False),
+    ],
+)
+def test_models_that_do_not_separate_packed_documents_are_not_packed(
+    kind: str, separates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"max_position_embeddings": 512}
+    monkeypatch.setitem(KINDS, "FalconConfig", (TINY | {"alibi": False}, None))
+    monkeypatch.setitem(KINDS, kind, (KINDS[kind][0] | more, None))
+    torch.manual_seed(0)
+    model = made(kind)
+    model.train()
+    stack: Any = SimpleNamespace(backend="transformers", device="cpu")
+    config = Config(model=ModelConfig(model_name_or_path="m"))
+    why = engine_model.why_not_packed(model, stack) or engine_model.prepare_for_packs(model, config, stack)
+    assert (why is None) == separates and model.training, why
+
+    model.eval()
+    ids, places = torch.arange(20)[None] + 3, torch.tensor([[*range(8), *range(12)]])
+    with torch.no_grad():
+        packed, alone = model(ids, position_ids=places, use_cache=False), model(ids[:, 8:], use_cache=False)
+    assert torch.allclose(packed.logits[:, 8:], alone.logits, atol=1e-5) == separates
+
+
+def test_a_table_shorter_than_the_padding_of_a_pack_is_not_packed() -> None:
+    stack: Any = SimpleNamespace(backend="transformers")
+    assert "table of 40 positions" in str(engine_model.why_not_packed(made("GPT2Config"), stack))

@@ -1,0 +1,116 @@
+"""Each start-up check on facts as ranks would report them: None for a sound run, otherwise what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from finetune.engine.monitoring import invariants
+from finetune.engine.monitoring.invariants import CHECKS, Facts
+from finetune.engine.sharding.shard import Sharding
+from finetune.errors import UserError
+
+
+def facts(rank: int) -> Facts:
+    return Facts(
+        rank=rank,
+        host="one",
+        machine="one",
+        local_rank=rank,
+        parameter_devices=[f"cuda:{rank}"],
+        current_device=f"cuda:{rank}",
+        trainer_classes=[
+            "finetune.engine.trainer.SFTTrainer",
+            "UnslothSFTTrainer.UnslothSFTTrainer",
+            "builtins.object",
+        ],
+        processes=2,
+        timeout_seconds=1800.0,
+        finds_unused=False,
+        reentrant=True,
+        patches=["torch_varlen_gqa"],
+        writes=rank == 0,
+        divisor="the model",
+        averages_tokens=True,
+        batch=(2, 3),
+        global_batch_size=12,
+        sharding=None,
+        changed_weights=(),
+    )
+
+
+SHARDED = Sharding(
+    units=3,
+    sharded_fraction=1.0,
+    local_elements=50,
+    whole_matrices=(),
+    param_dtypes=("bfloat16",),
+    reduce_dtypes=("float32",),
+    output_dtype="float32",
+)
+REDUCED = "sharded_gradients_are_reduced_in_float32"
+SOUND = [facts(0), facts(1)]
+
+
+def test_a_sound_run_passes_all() -> None:
+    assert [check(SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
+    assert [check([replace(one, sharding=SHARDED) for one in SOUND], 1800) for check in CHECKS] == [None] * len(CHECKS)
+    other_machine = replace(facts(1), machine="two", current_device="cuda:0", parameter_devices=["cuda:0"])
+    assert invariants.one_device_per_rank([facts(0), other_machine], 1800) is None
+
+
+ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
+FALLBACK = {"trainer_classes": ["finetune.engine.trainer.SFTTrainer", "trl.SFTTrainer"]}
+DIVISOR = "loss_divided_by_the_label_tokens_of_the_global_batch"
+UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "words"),
+    [
+        ("one_device_per_rank", ONE_GPU, "ranks 0 and 1 share cuda:0"),
+        ("one_device_per_rank", {"parameter_devices": ["cuda:0", "cuda:1"]}, "has weights on cuda:0, cuda:1"),
+        ("same_trainer_on_all_ranks", FALLBACK, "rank 1 trains with trl"),
+        ("as_many_processes_as_launched", {"processes": 1}, "a world size of 1 on rank 1, and 2 were launched"),
+        ("timeout_as_configured", {"timeout_seconds": 600.0}, "a timeout of 600 s"),
+        (UNUSED, {"finds_unused": True}, "ddp_find_unused_parameters"),
+        ("same_patches_on_all_ranks", {"patches": []}, "rank 1 applied []"),
+        ("one_writer", {"writes": True}, "ranks [0, 1] would write"),
+        (DIVISOR, {"divisor": "this program"}, "on rank 1 this program divides the loss, on rank 0 the model"),
+        (DIVISOR, {"averages_tokens": False}, "average_tokens_across_devices is off on rank 1"),
+        ("every_matrix_is_sharded", {"sharding": replace(SHARDED, units=0)}, "rank 1 has sharded no module"),
+        ("every_matrix_is_sharded", {"sharding": replace(SHARDED, whole_matrices=("a.weight",))}, "1 matrices whole"),
+        (REDUCED, {"sharding": replace(SHARDED, reduce_dtypes=("bfloat16",))}, "reduces gradients in bfloat16"),
+        (REDUCED, {"sharding": replace(SHARDED, output_dtype="none")}, "returns outputs in none"),
+        ("gathered_weights_keep_their_bytes", {"changed_weights": ("a.w", "b.w")}, "2 frozen weights with other bytes"),
+        ("ranks_hold_the_global_batch", {"batch": (2, 1)}, "2 ranks x 2 rows x 1 accumulated is not"),
+    ],
+)  # fmt: skip
+def test_each_check_fails_alone(check: str, changes: dict, words: str) -> None:
+    broken = [facts(0), replace(facts(1), **changes)]
+    failed = {one.__name__: one(broken, 1800) for one in CHECKS}
+    assert words in (failed.pop(check) or "")
+    assert not any(failed.values())
+
+
+def test_weights_without_a_gradient_are_named() -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+    model["used"](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UserError, match="unused.weight, unused.bias"):
+        invariants.check_gradients(model)
+    model["unused"].requires_grad_(False)
+    invariants.check_gradients(model)
+
+
+def test_checkpointing_that_is_reentrant() -> None:
+    def trainer(backend: str, device: str, on: bool, **kwargs: bool) -> SimpleNamespace:
+        args = SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs or None)
+        return SimpleNamespace(args=args, stack=SimpleNamespace(backend=backend, device=device))
+
+    assert invariants._reentrant(trainer("unsloth", "cuda", True, use_reentrant=False))  # Unsloth decides for itself
+    assert invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=True))
+    assert not invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=False))
+    assert not invariants._reentrant(trainer("unsloth", "cuda", False))

@@ -1,0 +1,305 @@
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.chat.command import own_options, read_prompts
+from finetune.config import load
+from finetune.engine import demo
+from finetune.engine.monitoring import metrics
+from finetune.errors import RunError
+from tests.helpers import ROOT, launch
+
+PRETRAINED = ROOT / "examples" / "pretrained"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> demo.DemoPaths:
+    return demo.materialize(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(paths: demo.DemoPaths):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(paths.model_dir)
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def turns(file: Path) -> list[tuple[str, str]]:
+    """(prompt, answer) of each row, once it is sure that the rows are one user and one assistant turn."""
+    pairs = []
+    for row in read(file):
+        user, assistant = row["messages"]
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
+        pairs.append((user["content"], assistant["content"]))
+    return pairs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def home(paths: demo.DemoPaths) -> Path:
+    return paths.model_dir.parent
+
+
+def facts(prompt: str) -> set[tuple[str, str, str]]:
+    return set(re.findall(r"(\w+) has a (\w+) (\w+)\.", prompt))
+
+
+@pytest.mark.process
+def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: Path) -> None:
+    """Another process: hash seeds, of Python and of the tokenizer's trainer, differ there."""
+    code = "import sys, pathlib; from finetune.engine import demo; demo.materialize(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    assert contents(tmp_path / home(paths).name) == contents(home(paths))
+
+
+@pytest.mark.process
+def test_any_rank_of_a_process_group_can_be_the_one_that_writes(paths: demo.DemoPaths, tmp_path: Path) -> None:
+    code = """
+import sys, pathlib
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from finetune.engine import demo
+from finetune.engine.monitoring import metrics
+torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+demo.materialize(pathlib.Path(sys.argv[1]))
+"""
+    done = launch.python(["-c", code, str(tmp_path)], cache=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / home(paths).name) == contents(home(paths))
+
+
+def test_another_seed_gives_other_weights_and_other_rows(paths: demo.DemoPaths, tmp_path: Path) -> None:
+    other = contents(home(demo.materialize(tmp_path, seed=1)))
+    for name, content in contents(home(paths)).items():
+        if name in ("model/model.safetensors", "train.jsonl", "eval.jsonl"):
+            assert other[name] != content, name
+
+
+def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
+    import torch
+
+    before = torch.random.get_rng_state()
+    demo.materialize(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_complete_demo_is_reused_and_an_incomplete_one_is_rewritten(tmp_path: Path) -> None:
+    paths = demo.materialize(tmp_path)
+    whole = contents(home(paths))
+    paths.eval_file.write_text("kept\n")
+    demo.materialize(tmp_path)
+    assert paths.eval_file.read_text() == "kept\n"
+
+    (paths.model_dir / "model.safetensors").unlink()
+    left_behind = home(paths).with_name(f"{home(paths).name}.unfinished")
+    (left_behind / "model").mkdir(parents=True)
+    demo.materialize(tmp_path)
+    assert contents(home(paths)) == whole
+    assert not left_behind.exists()
+
+
+def test_a_call_that_fails_leaves_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "_write_model", no_space)
+        with pytest.raises(RunError, match="No space left on device"):
+            demo.materialize(tmp_path)
+    assert not list(tmp_path.glob("*/train.jsonl"))
+    assert demo.materialize(tmp_path).train_file.is_file()
+
+
+def test_what_was_not_written_whole_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_write_model", lambda *_: None)
+    with pytest.raises(RunError, match="files are missing"):
+        demo.materialize(tmp_path)
+    assert not demo._home(tmp_path, 0).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunError, match=re.escape(str(file))):
+        demo.materialize(file / "demo")
+
+
+def test_no_held_out_prompt_and_no_fact_of_one_occurs_in_training(paths: demo.DemoPaths) -> None:
+    train, held_out = turns(paths.train_file), turns(paths.eval_file)
+    assert (len(train), len(held_out)) == (demo.TRAIN_ROWS, demo.EVAL_ROWS)
+    assert len({prompt for prompt, _ in train + held_out}) == len(train) + len(held_out)
+    seen = set().union(*(facts(prompt) for prompt, _ in train))
+    asked = set().union(*(facts(prompt) for prompt, _ in held_out))
+    assert len(seen) > 1000 and len(asked) > 100
+    assert not seen & asked
+
+
+def test_kinds_of_instruction_are_shared_equally(paths: demo.DemoPaths) -> None:
+    counts = Counter(re.split(r"[:?]", prompt)[0] for prompt, _ in turns(paths.eval_file))
+    assert len(counts) == demo.KINDS
+    assert set(counts.values()) == {demo.EVAL_ROWS // demo.KINDS}
+
+
+SCENE = "Anna has a red key. Ben has a blue map."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        (f"Who is named first? {SCENE}", "Anna"),
+        (f"Who is named last? {SCENE}", "Ben"),
+        (f"What does the first person have? {SCENE}", "a red key"),
+        (f"What color is the last thing? {SCENE}", "It is blue."),
+        (f"List the names: {SCENE}", "Anna, Ben"),
+        (f"List the names backwards: {SCENE}", "Ben, Anna"),
+        (f"List the names in capitals: {SCENE}", "ANNA, BEN"),
+        (f"Repeat the last sentence: {SCENE}", "Ben has a blue map."),
+    ],
+)
+def test_answers_are_right(prompt: str, answer: str) -> None:
+    scene = [demo.Fact("Anna", "red", "key"), demo.Fact("Ben", "blue", "map")]
+    assert (prompt, answer) in [demo._instruction(kind, scene) for kind in range(demo.KINDS)]
+
+
+def test_model_loads_and_is_small(paths: demo.DemoPaths, tokenizer) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths.model_dir)
+    assert model.config.vocab_size == len(tokenizer)
+    assert 300_000 < model.num_parameters() < 3_000_000
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(model.config, name) == getattr(model.generation_config, name) == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize("text", [SCENE, "ANNA, BEN", "naïve  café\n\t日本 🙂", " leading, and two  spaces "])
+def test_tokenizer_gives_any_text_back(tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_special_tokens_are_distinct_and_single(tokenizer) -> None:
+    ids = [tokenizer(token).input_ids for token in demo.SPECIAL_TOKENS]
+    assert all(len(one) == 1 for one in ids) and len({one[0] for one in ids}) == len(ids)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (demo.END_OF_TEXT, "<|im_end|>", demo.PAD)
+
+
+def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
+    """The model learns to pick words: one that is split makes the task a harder one than what was measured."""
+    for word in (*demo.NAMES, *demo.COLORS, *demo.THINGS):
+        assert len(tokenizer(f" {word}").input_ids) == 1, word
+
+
+def test_chat_template_renders_chatml(tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "Ben"},
+    ]
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True) == prompt
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "Ben<|im_end|>\n"
+
+
+def test_rows_and_answers_are_within_the_stated_lengths(paths: demo.DemoPaths, tokenizer) -> None:
+    """And a prompt's tokens begin its row's: what is generated from is what was trained on."""
+    for row in read(paths.train_file) + read(paths.eval_file):
+        whole = tokenizer.apply_chat_template(row["messages"], return_dict=False)
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
+        assert whole[: len(prompt)] == prompt
+        assert len(whole) <= demo.MAX_LENGTH
+        assert len(whole) - len(prompt) <= demo.MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_global_batch_is_one_micro_batch_of_each_rank(world_size: int) -> None:
+    training = demo.overrides(world_size)["training"]
+    assert training["per_device_train_batch_size"] * world_size == training["global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "share"),
+    [
+        ("a red key", "a red key", 1.0),
+        ("  a  red\nkey\n", "a red key", 1.0),
+        ("A red key", "a red key", 0.0),
+        ("a red key.", "a red key", 0.0),
+        ("a redkey", "a red key", 0.0),
+        ("", "a red key", 0.0),
+    ],
+)
+def test_exact_match_ignores_white_space_alone(answer: str, reference: str, share: float) -> None:
+    assert metrics.exact_match([answer], [reference]) == share
+
+
+def test_exact_match_is_a_share() -> None:
+    assert metrics.exact_match(["Ben", "Anna", "Leo", "Ivy"], ["Ben", "Anna", "Leo", "Jack"]) == 0.75
+
+
+@pytest.mark.parametrize(("answers", "references"), [([], []), (["Ben"], []), (["Ben"], ["Ben", "Leo"])])
+def test_exact_match_refuses_what_it_cannot_pair(answers: list[str], references: list[str]) -> None:
+    with pytest.raises(ValueError, match="one answer for each"):
+        metrics.exact_match(answers, references)
+
+
+def test_introduction_says_what_it_is_and_shows_a_config_that_parses() -> None:
+    text = demo.introduction()
+    assert "this is the demo" in text and "random weights, not a pretrained one" in text
+    assert "accelerate launch -m finetune.train --config my.yaml" in text
+    shown = text[text.index("    model:") : text.index("and start it")]
+    config = yaml.safe_load(shown)
+    assert {section: list(keys) for section, keys in config.items()} == {
+        "model": ["model_name_or_path"],
+        "data": ["train_file"],
+        "training": ["output_dir"],
+    }
+    assert len([line for line in shown.splitlines() if line.strip()]) == 6
+
+
+# --- make demo-pretrained ---------------------------------------------------------------------------------------------
+
+
+def recipe(command: str) -> list[str]:
+    """The arguments of a command in the Makefile's recipe of the pretrained demo."""
+    lines = (ROOT / "Makefile").read_text().partition("\ndemo-pretrained:")[2].partition("\n\n")[0]
+    return shlex.split(next(line for line in lines.splitlines() if command in line).partition(command)[2])
+
+
+def test_the_pretrained_demo_trains_and_asks_with_valid_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load(recipe("finetune.train "))
+    chat, _ = own_options().split(recipe("finetune chat "))
+    assert str(chat.run) == config.training.output_dir
+    assert chat.compare
+    notes = {note for name in ("train", "held_out") for note, _ in turns(PRETRAINED / f"{name}.jsonl")}
+    asked = read_prompts(chat.prompts)
+    assert len(asked) == 3
+    assert not notes & set(asked)
+    rows, held_out = (read(Path(str(file))) for file in (config.data.train_file, config.data.eval_file))
+    assert (len(rows), len(held_out)) == (96, 12)
+
+
+def test_the_pretrained_demo_answers_with_what_the_note_says() -> None:
+    said: dict[str, set[str]] = {}
+    for name in ("train", "held_out"):
+        found = turns(PRETRAINED / f"{name}.jsonl")
+        assert len({note for note, _ in found}) == len(found)
+        for note, answer in found:
+            facts = json.loads(answer)
+            assert list(facts) == ["what", "who", "day", "time"]
+            assert all(fact.lower() in note.lower() for fact in facts.values()), note
+            said.setdefault(name, set()).update((facts["what"], facts["who"]))
+    assert not said["train"] & said["held_out"]  # read from the note, not memorized

@@ -1,0 +1,324 @@
+"""A sharded run predicted from slices of its model: against the whole model, and against sums done by hand."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config import load
+from finetune.measure import measurements, sharding, slices
+from finetune.measure.measurements import Measurement
+from finetune.measure.predict import Curve
+from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
+from tests.helpers import tiny
+
+
+def build(layers: int, folder: Path) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = build(6, tmp_path / "whole")
+    folder = slices.write(tmp_path / "whole", 2, tmp_path / "slice")
+    part = AutoModelForCausalLM.from_pretrained(folder)
+    expected = {
+        name: value for name, value in whole.state_dict().items() if ".layers." not in name or ".layers.0." in name
+        or ".layers.1." in name
+    }  # fmt: skip
+    assert part.state_dict().keys() == expected.keys()
+    for name, value in part.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(2, None), (3, (1, 2)), (4, (1, 2)), (5, (2, 4)), (80, (2, 4))])
+def test_how_many_layers_are_measured(layers: int, expected: tuple[int, int] | None) -> None:
+    assert slices.counts(layers) == expected
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """One row of nine tokens."""
+
+    tokens = label_tokens = np.array([9])
+    packs = types.SimpleNamespace(pack_length=None)
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return rows
+
+    def largest_first(self) -> np.ndarray:
+        return np.array([0])
+
+
+class Trains:
+    """As much of a trainer as `saved_bytes` uses."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = self.model_wrapped = model.train()
+        self.args = types.SimpleNamespace(device=torch.device("cpu"))
+        self.step_losses: list[Any] = []
+        self._step_loss = None
+
+    def _collate(self, rows: list[int], pack_length: int | None = None) -> dict[str, Any]:
+        ids = torch.arange(9)[None].repeat(len(rows), 1)
+        return {"input_ids": ids, "labels": ids}
+
+    def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
+
+    def compute_loss_context_manager(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        return model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch).loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_path: Path) -> None:
+    found = {}
+    for layers in (2, 4, 7):
+        model = build(layers, tmp_path / str(layers))
+        if checkpointing:
+            tiny.checkpoint_activations(model)
+        found[layers] = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    each = (found[4] - found[2]) / 2
+    assert found[7] == found[2] + 5 * each
+    hidden = 2 * 9 * 32 * 4  # bytes of the hidden states
+    assert each == hidden if checkpointing else each > 10 * hidden
+
+
+def test_activations_without_checkpointing_are_counted_with_it_and_it_stays_on(tmp_path: Path) -> None:
+    model = build(2, tmp_path / "model")
+    plain = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    tiny.checkpoint_activations(model)
+    with_it = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    assert saved_bytes_without_checkpointing(Trains(model), Rows(), 2) == plain > with_it  # type: ignore[arg-type]
+    assert saved_bytes(Trains(model), Rows(), 2) == with_it  # type: ignore[arg-type]
+
+
+# --- from slices to the whole -----------------------------------------------------------------------------------------
+
+
+def measured(layers: int) -> Measurement:
+    """Of a machine on which everything is a line over the layers; a layer has two trained tensors."""
+    return Measurement(
+        facts={
+            "model.model_name_or_path": f"/tmp/{layers}",
+            "the size of the model": [100 + 10 * layers, 10 * layers, layers],
+            "device": "x",
+        },
+        when="now", per_device=1, global_batch_size=8, seconds_per_micro_batch=0.5 + 0.1 * layers,
+        seconds_per_token=1e-3 * layers, residual_seconds=[0.0], backward_share=0.75, data_seconds=0.0,
+        optimizer_seconds=0.25 * layers, other_seconds=0.125, start_up_seconds=10.0,
+        compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
+        steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
+        trainable_parameters=10 * layers, gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
+        as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
+    )  # fmt: skip
+
+
+def test_the_whole_is_on_the_line_through_its_slices() -> None:
+    found = slices.extrapolate(measured(2), measured(4), (2, 4), 32, "hub/model")
+    expected = measured(32)
+    assert found.facts == expected.facts | {"model.model_name_or_path": "hub/model"}
+    for name, value in expected.to_dict().items():
+        own = found.to_dict()[name]
+        if name == "gradient_bytes":
+            assert sorted(own) == sorted(value)
+        elif name == "compute_seconds":
+            assert own == pytest.approx(value)
+        elif isinstance(value, float):
+            assert own == pytest.approx(value), name
+        elif name != "facts":
+            assert own == value, name
+
+
+def sharded(**changed: Any) -> slices.Sharded:
+    """A full fine-tuning of four layers of 100 parameters, and 40 outside them, in 2 bytes each."""
+    known: dict[str, Any] = dict(
+        whole=measured(4),
+        layers=4,
+        sizes=sharding.Sizes(total=440, layer=100, outside=40, root=40),
+        stored=sharding.Storage(layer=2, outside=2, full=True, state=4),
+        activation_bytes=900.0,
+        fixed_bytes=70.0,
+        layer_bytes=10.0,
+        reduces_once=False,
+    )
+    return slices.Sharded(**known | changed)
+
+
+def test_memory_of_a_rank() -> None:
+    # Weights, gradients and two states of a half of 440 parameters; two layers and the rest gathered.
+    kept, gathered = 440 * 2 * 4 / 2, (2 * 100 + 40) * 2
+    # Gradients of the root and of a layer; the layer's in float32, and this rank's half of them in both types; the
+    # activations of all layers, and a layer's twice.
+    layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * (4 + 2) + 900 + 2 * 10
+    assert sharded().peak_bytes(2) == kept + gathered + layer
+    assert sharded(layer_bytes=1e6).peak_bytes(2) == kept + gathered + layer + 50  # the most that was seen to be needed
+    assert sharded(layer_bytes=None).peak_bytes(2) == kept + gathered + layer + 50
+    assert sharded(fixed_bytes=5000.0).peak_bytes(2) == kept + gathered + 900 + 5000  # at the loss
+    # At the end, without activations: an embedding of 300 of its own, gathered; gradients of all 700 outside.
+    sizes = sharding.Sizes(total=1100, layer=100, outside=700, root=400)
+    one = sharded(sizes=sizes, activation_bytes=0.0, fixed_bytes=0.0, layer_bytes=None)
+    assert one.peak_bytes(2) == 1100 * 2 * 4 / 2 + 300 * 2 + 700 * 2 + 400 * 4 + 200 * (4 + 2)
+    frozen = sharded(stored=sharding.Storage(layer=2, outside=2, full=False, state=0))
+    assert frozen.peak_bytes(2) == 440 * 2 / 2 + gathered + 900 + 70
+    # Float32 weights that are gathered in bfloat16, with gradients in bfloat16 until they are reduced in float32.
+    wide = sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * 4 + 900 + 2 * 10
+    assert sharded(stored=wide).peak_bytes(2) == 440 * 4 * 4 / 2 + gathered + layer
+    once = sharded(reduces_once=True)
+    assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
+    alone = replace(once, whole=replace(once.whole, global_batch_size=2))
+    assert alone.peak_bytes(2) == sharded().peak_bytes(2)
+
+
+def test_memory_of_adams_states_in_8_bits() -> None:
+    job = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16"]
+    found = {}
+    for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "sgd"):
+        words = [*job, "--model.full_finetuning", "true", "--training.optim", optimizer]
+        stored = sharding.storage(load(words, command="train"))
+        assert (stored.layer, stored.gathered) == (2, None)
+        found[optimizer] = sharded(stored=stored).peak_bytes(2) - sharded(stored=replace(stored, state=0)).peak_bytes(2)
+    assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
+    words = [*job, "--model.full_finetuning", "true", "--training.master_weights"]
+    wide, rounds = (sharding.storage(load([*words, kind], command="train")) for kind in ("float32", "stochastic"))
+    assert wide == sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    assert rounds == sharding.Storage(layer=2, outside=2, full=True, state=8)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_not_the_head_is_no_part_of_the_root(tied: bool, tmp_path: Path) -> None:
+    """As `sharding.shard.units` has it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = sharding.sizes(tmp_path)
+    assert found is not None and found.root == 50 * 64 + 64  # the head and the last norm
+    assert found.outside == found.root + (0 if tied else 50 * 64)
+
+
+def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model(tmp_path: Path) -> None:
+    """Two weights are in a byte, with scales and tables beside them."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.models import write_nf4
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    LlamaForCausalLM(config).save_pretrained(plain)
+    packed.mkdir()
+    write_nf4(packed, config, torch.device("cpu"))
+    assert sharding.sizes(packed) == sharding.sizes(plain)
+
+
+def test_what_is_gathered_and_what_of_it_shows() -> None:
+    curve = Curve(points=((1.0, 2.0), (1e9, 2.0)))  # every all-reduce takes two seconds, so each half of one takes one
+    work = measured(4).work(8)
+    assert work.accumulation == 1
+    slow = replace(work, compute_seconds=4 * 40.0)  # a layer: 10 s forward, 30 s backward
+    exposed, total = slices.gathered(sharded(), slow, curve)
+    # Forward: what is outside and the first layer. Backward: the last layer's gather, the reduction of the first one
+    # and of what is outside.
+    assert exposed == 2 + 1 + 2
+    assert total == 1 + 4 * 1 + 4 * 2 + 1
+    fast = replace(work, compute_seconds=0.0)
+    assert slices.gathered(sharded(), fast, curve)[0] == total
+    twice = replace(fast, accumulation=2)
+    assert slices.gathered(sharded(), twice, curve)[1] == 2 * total
+    assert slices.gathered(sharded(reduces_once=True), twice, curve)[1] == total + (1 + 4 + 4)
+
+
+def test_a_step_of_several_ranks() -> None:
+    found, work = sharded(), measured(4).work(2)
+    one = slices.predict(found, work, 2, None)
+    assert one.step_seconds == pytest.approx(work.compute_seconds + work.optimizer_seconds / 2 + work.other_seconds)
+    assert one.peak_memory_bytes == found.peak_bytes(2)
+
+
+def test_the_longest_row_fills_the_device() -> None:
+    found = sharded()
+    state = found.peak_bytes(2) - 920  # in a layer's backward pass
+    assert slices.longest_document(found, 64, state + 2 * 920, 2) == 128
+    assert slices.longest_document(found, 64, state / 2, 2) == 0
+    assert slices.longest_document(found, 64, None, 2) is None
+
+
+def test_activations_come_from_what_is_saved() -> None:
+    config = load(
+        ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.full_finetuning", "true",
+         "--model.dtype", "bfloat16"],
+        command="train",
+    )  # fmt: skip
+    sizes = sharding.Sizes(total=440, layer=10, outside=40, root=40)
+    found = slices.sharded(measured(2), measured(4), [50, 90], [150, 450], (2, 4), 32, config, sizes, True)
+    assert found.activation_bytes == 32 * 20
+    assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
+    assert found.layer_bytes == 150
+    full = slices.sharded(measured(2), measured(4), [50, 90], [150, None], (2, 4), 32, config, sizes, True)
+    assert full.layer_bytes is None
+
+
+# Total, layer, head; activations and loss as a dry run on an H200 measured them, GiB; peak of two H200s with two
+# micro-batches of 4,096 tokens (benchmarks/results/2026-11-24-shard-two-h200.jsonl). The record lacks the activations
+# of a layer without checkpointing; these are of a layer of that shape on a CPU.
+@pytest.mark.parametrize(
+    ("total", "layer", "embedding", "tied", "activations", "loss", "in_a_layer", "peak"),
+    [
+        (1_235_814_400, 60_821_504, 262_668_288, True, 0.25, 1.7788782119750977, 0.416, 7.235225200653076),
+        (8_030_261_248, 218_112_000, 525_336_576, False, 1.0, 3.3346190452575684, 0.768, 36.34490442276001),
+    ],
+)
+def test_memory_of_two_gpus_is_predicted_from_above_and_closely(
+    total: int, layer: int, embedding: int, tied: bool, activations: float, loss: float, in_a_layer: float, peak: float
+) -> None:
+    outside = embedding if tied else 2 * embedding + 4096
+    found = sharded(
+        sizes=sharding.Sizes(total=total, layer=layer, outside=outside, root=outside - (0 if tied else embedding)),
+        activation_bytes=activations * 2**30,
+        fixed_bytes=loss * 2**30,
+        layer_bytes=in_a_layer * 2**30,
+    )
+    assert 1 <= found.peak_bytes(2) / 2**30 / peak < 1.07
+
+
+def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    found = sharded()
+    path = slices.keep(found)
+    assert slices.find(found.whole.facts) == (found, str(path))
+    other = found.whole.facts | {"device": "y"}
+    assert slices.find(other) == (None, "the nearest dry run differs in: device")
+    assert measurements.find(found.whole.facts)[0] is None  # it is no measurement of a run with DDP
+    path.write_text(json.dumps({"kind": "sharded"}))
+    assert slices.find(found.whole.facts)[0] is None

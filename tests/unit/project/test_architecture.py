@@ -1,0 +1,234 @@
+"""The house has floors: a file imports from its own floor and those below, and no file imports itself in a circle.
+
+Imports inside functions count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / "finetune"
+# From the ground up. A name is a file or a folder of the package.
+FLOORS = (
+    {"errors", "text", "redact"},
+    {"config"},
+    {"runtime"},
+    {"data"},
+    {"engine"},
+    {"measure"},
+    {"dryrun", "bench", "doctor", "prepare", "export", "chat", "convert", "review", "dashboard", "init"},
+    {"train", "drop_in", "parity", "script"},
+    {"advise"},
+    {"cli", "completion"},
+)
+MODULES = {
+    ".".join(("finetune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imported_modules(name: str) -> set[str]:
+    """Modules of the package that a module imports: the longest part of each name that is a file."""
+    found = set()
+    for dotted in imported_names(MODULES[name]):
+        parts = dotted.split(".")
+        known = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        module = next((one for one in known if one in MODULES), None)
+        found |= {module} if module not in (None, name) else set()
+    return found  # type: ignore[return-value]
+
+
+GRAPH = {name: imported_modules(name) for name in MODULES}
+
+
+def floor_of(module: str) -> int:
+    unit = module.split(".")[1]
+    for number, units in enumerate(FLOORS):
+        if unit in units:
+            return number
+    raise AssertionError(f"finetune.{unit} is on no floor: add it to FLOORS and to the README's tree")
+
+
+def test_no_file_imports_from_a_floor_above() -> None:
+    # The front doors, which open onto everything, and a program that runs by its path in a process of its own.
+    public = ("finetune", "finetune.__main__", "finetune.convert.witness.script")
+    wrong = [
+        f"{name} imports {imported}"
+        for name, imports in GRAPH.items()
+        if name not in public
+        for imported in sorted(imports - {"finetune"})
+        if floor_of(imported) > floor_of(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_import_cycle() -> None:
+    assert not cycles(GRAPH)
+
+
+def test_the_search_finds_a_planted_cycle() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules each of which reaches all others of its set, by transitive closure."""
+    reached = {name: set(imports) for name, imports in graph.items()}
+    for middle, name in itertools.product(graph, graph):
+        if middle in reached[name]:
+            reached[name] |= reached[middle]
+    circular = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return [set(one) for one in circular if one]
+
+
+def test_commands_are_imported_by_their_entry_points_alone() -> None:
+    """They are a library for nobody: the story of a run is `engine.run`."""
+    allowed = {"finetune.cli", "finetune.script", "finetune.parity.run"}
+    assert {name for name, imports in GRAPH.items() if "finetune.train" in imports} <= allowed
+
+
+def test_patches_never_import_the_package() -> None:
+    for path in (ROOT / "patches").glob("*.py"):
+        assert not any(name.split(".")[0] == "finetune" for name in imported_names(path)), path
+
+
+def test_only_one_file_reads_the_launchers_variables() -> None:
+    for path in MODULES.values():
+        if path == PACKAGE / "runtime" / "ranks" / "distributed.py":
+            continue
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not strings & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}, path
+
+
+# Who opens files other than through runtime/files, which neither waits for a FIFO nor follows a link out of the folder.
+OPENS_ITSELF = {
+    "the module that all others use": ["runtime.files"],
+    "creates the lock with O_EXCL, which follows no link": ["runtime.runlock:_acquire"],
+    "the user names the file and may give a pipe: --config <(...)": ["config.load"],
+    "what is installed: this package, TRL, accelerate": [
+        "config.sft_fields",
+        "convert.script.decide:_trl_source",
+        "convert.knowledge",
+        "convert.witness.compare:_run",
+        "doctor",
+        "review.board.plugin",
+        "review.page",
+        "runtime.ranks.distributed",
+    ],
+    "/proc, /sys and /dev": [
+        "convert.sandbox",
+        "engine.model.read_ahead:_free_bytes",
+        "runtime.ranks.activity",
+        "runtime.command:_lost",
+        "runtime.command:keep_printing",
+        "runtime.machine.cpu_threads",
+        "runtime.ranks.interrupt",
+        "runtime.ranks.machines",
+    ],
+    "in the sandbox, which the kernel confines": [
+        "convert.witness.script",
+        "convert.witness.side",
+        "convert.witness.stand_ins",
+    ],
+    "a process without this package, after its parent has checked the folders": ["export.check"],
+    "its own output, cache or temporary folder": [
+        *("bench", "dryrun", "parity", "measure.measurements", "measure.slices", "measure.strategy"),
+        *(
+            "data.store",
+            "engine.demo",
+            "export.verify",
+            "export.weights:_write_file",
+            "init.command",
+            "runtime.machine.flash",
+        ),
+    ],
+    "the user's own code": ["runtime.hooks"],
+    "an object's own method `open`": [
+        *("data.remote", "data.prepare:_build"),
+        *("data.sources:_open", "data.sources:rows", "data.sources:_arrow_source"),
+    ],
+}
+
+
+def opened_directly(module: str, tree: ast.AST, within: str = "") -> set[str]:
+    """`module:function` of each call that opens, reads or writes a file without runtime/files."""
+    names = {"open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes"}
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            direct = isinstance(called, ast.Name) and called.id == "open"
+            method = isinstance(called, ast.Attribute) and called.attr in names and ast.unparse(called.value) != "files"
+            found |= {f"{module}:{within}"} if direct or method else set()
+        inside = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else within
+        found |= opened_directly(module, node, inside)
+    return found
+
+
+def test_files_of_strangers_are_opened_in_one_way() -> None:
+    allowed = {f"finetune.{name}" for names in OPENS_ITSELF.values() for name in names}
+    used: set[str] = set()
+    wrong = []
+    for module, path in MODULES.items():
+        for place in opened_directly(module, ast.parse(path.read_text(encoding="utf-8"))):
+            match = {one for one in allowed if place == one or place.startswith((f"{one}:", f"{one}."))}
+            used |= match
+            wrong += [] if match else [place]
+    assert not wrong, f"use finetune.runtime.files: {wrong}"
+    assert used == allowed, f"remove from OPENS_ITSELF: {allowed - used}"
+
+
+def test_the_search_finds_each_way_to_open_a_file() -> None:
+    for call in ("open(p)", "p.open('w')", "os.open(p, 0)", "os.fdopen(1)", "p.read_text()", "q(p).write_bytes(b'')"):
+        tree = ast.parse(f"def f():\n    with a(): {call}")
+        assert opened_directly("m", tree) == {"m:f"}, call
+    assert not opened_directly("m", ast.parse("files.read_text(p)\nfiles.write_bytes(p, b'')\nread_text(p)"))
+
+
+def test_no_private_name_is_imported_from_another_module() -> None:
+    private = [
+        f"{module}: {name}"
+        for module, path in MODULES.items()
+        for name in imported_names(path)
+        if name.startswith("finetune.") and name.rpartition(".")[2].startswith("_") and not name.endswith("__")
+    ]
+    assert not private, private
+
+
+def test_few_files_stand_directly_in_the_package() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
+def test_no_function_is_longer_than_100_lines(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 100, f"{path}:{node.lineno} {node.name}"
+
+
+def test_no_module_shadows_the_standard_library() -> None:
+    import sys
+
+    shadows = [name for name in MODULES if name.rpartition(".")[2] in sys.stdlib_module_names - {"__main__"}]
+    assert not [name for name in shadows if name.count(".") == 1], shadows

@@ -1,0 +1,133 @@
+"""What is put in order before Unsloth is imported, and what its import may not change."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.runtime import bootstrap
+from finetune.runtime.ranks import distributed, process_group
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch):
+    before = dict(os.environ)  # what bootstrap sets stays here
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    distributed.ranks.cache_clear()
+    yield
+    distributed.ranks.cache_clear()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
+def test_one_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str) -> None:
+    """With more in sight, transformers wraps the model in DataParallel, and Unsloth's rewrite makes the loss an int."""
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    bootstrap._set_environment()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_trl_is_no_hindrance_where_unsloth_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "unsloth" else find(name))
+    stack = bootstrap.start("auto")
+    assert (stack.backend, stack.reason) == ("transformers", "Unsloth cannot run here: it is not installed")
+
+
+@pytest.mark.unsloth
+def test_trl_before_unsloth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    with pytest.raises(RuntimeError, match="trl was imported before Unsloth: in a training script"):
+        bootstrap.start("auto")
+
+
+def test_the_users_compiler_settings_survive_the_import_of_unsloth(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unsloth removes them; a module of that name here does the same."""
+    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.RESTORED)]
+    (tmp_path / "unsloth.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/inductor")
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    assert bootstrap._import_unsloth() is None
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/inductor" and "TORCH_LOGS" not in os.environ
+    sys.modules.pop("unsloth")
+
+
+def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth can switch accelerate's distributed set-up off: each rank then trains alone, without an error."""
+    import accelerate
+
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    distributed.ranks.cache_clear()
+    monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
+    with pytest.raises(UserError, match="started 2 processes, but the process group has 1"):
+        process_group.start(cpu=True, timeout_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("given", "at_start"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64")],
+    ids=["default", "the user's own"],
+)
+def test_the_allocator_is_configured_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], at_start: str
+) -> None:
+    """torch reads the variable then, and never again; Unsloth would set it later."""
+    import torch
+
+    for name in bootstrap.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    read: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: read.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    bootstrap.start("transformers")
+    assert read == [at_start]
+
+
+def test_an_older_name_of_the_variable_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    bootstrap._set_environment()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """accelerate sets these variables for its ranks. A run would go on as DDP, which may not fit."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(UserError, match="add `--training.strategy shard`"):
+        bootstrap.start("transformers")
+
+
+def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> None:
+    """Two lines per rank about other devices, and two about torch 2.13."""
+    import logging
+
+    for name in ("torchao", "torch.utils._pytree"):
+        log = logging.getLogger(name)
+        before = log.level
+        with bootstrap.imports():
+            assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
+        assert log.level == before
