@@ -82,7 +82,11 @@ def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 
-FAILS = "import sys; from finetune.runtime import command; from finetune.runtime.ranks import failures; from finetune.errors import UserError; {}"
+FAILS = """import sys
+from finetune.errors import UserError
+from finetune.runtime import command
+from finetune.runtime.ranks import failures
+{}"""
 RAISE = "sys.exit(command.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
 
 
