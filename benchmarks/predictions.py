@@ -10,7 +10,7 @@ that is fastest at an efficiency of at least 70 %. It is median steps that are c
 and in a short one what the first steps compile decides.
 Side by side they share the host, which sets the pace of short steps, and of all steps where it is busy: `--alone` runs
 one job at a time.
-`--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured. `--too-large` does
+`--study DIR/study.json` adds the dense models, whose steps `benchmarks.study` has measured. `--too-large` does
 something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must refuse and a run
 must not survive, and then the run that the advice proposes in its place.
 """
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-1.2b")
     parser.add_argument("--cases", default="", help="only those whose name matches this regular expression")
     parser.add_argument("--alone", action="store_true", help="one job at a time")
-    parser.add_argument("--study", type=Path, help="study.json of `finetune bench study` on this machine")
+    parser.add_argument("--study", type=Path, help="study.json of `python -m benchmarks.study` on this machine")
     parser.add_argument("--too-large", choices=SHAPES, help="only: full fine-tuning of this shape, on the first GPU")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -269,9 +269,9 @@ def dense_runs(mode: dict[str, Any], size: str, batch: int) -> dict[int, dict[st
 
 
 def dense_advice(options: argparse.Namespace, size: str, batch: int, worlds: list[int], comm: Path) -> dict[str, Any]:
-    """What `finetune advise --model` says."""
+    """What `benchmarks.study.advise` says."""
     out = options.work / "advice-dense.json"
-    words = ["-m", "finetune.advise", "--model", f"dense-{size.lower()}", "--batch", str(batch), "--comm", str(comm)]
+    words = ["-m", "benchmarks.study.advise", size, "--batch", str(batch), "--comm", str(comm)]
     run([*words, "--world-sizes", ",".join(map(str, worlds)), "--json", str(out)])
     return json.loads(out.read_text())
 

@@ -14,10 +14,6 @@ from typing import IO, Any, TypeVar
 
 from finetune.runtime.subprocesses import STOP_SECONDS
 
-# The variable that names the folder for what `benchmarks.drop_in_rank` writes. Not in that module: importing it selects
-# a device for this process, and its children would see no other.
-DUMP = "DROP_IN_DUMP"
-
 RUNNING: list[subprocess.Popen[str]] = []  # all that were started
 
 Key, Place, Result = TypeVar("Key"), TypeVar("Place"), TypeVar("Result")

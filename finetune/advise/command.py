@@ -12,7 +12,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
-from finetune.runtime.options import Options, count, counts, path, price
+from finetune.runtime.options import Options, counts, path, price
 
 if TYPE_CHECKING:
     from finetune.advise.candidates import Bench, Improvement, Tried
@@ -48,8 +48,6 @@ def own_options() -> Options:
     found.add_switch("--as-given", "do not try faster settings on one GPU")
     found.add_switch("--rules", "measure nothing; apply the rule set study2025 (docs/advise.md)")
     found.add("--out", path, "DIR", "write the accelerate profile, NCCL environment and launch script to this folder")
-    found.add("--model", str, "NAME", "dense-258k or dense-6.9m: a model of the study instead of a configuration")
-    found.add("--batch", count, "64", "global batch size, for --model")
     return found
 
 
@@ -59,9 +57,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     Raises:
         UserError: invalid values or conflicting options.
     """
-    options, rest, script = own_options().split_script(argv, without=("--model", "--batch"))
-    if options.batch is not None and options.model is None:
-        raise UserError("--batch is for --model only. A configuration has training.global_batch_size.")
+    options, rest, script = own_options().split_script(argv)
     measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
     if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
         raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
@@ -78,8 +74,6 @@ def run(argv: list[str]) -> int:
         RunError: a measurement failed for another reason than memory.
     """
     options, rest, script = parse(argv)
-    if options.model is not None:
-        return on_dense_model(options, [*rest, *script])
     if script:
         return on_script(script, options)
     config = load_config(rest, command="advise")
@@ -251,47 +245,6 @@ def on_configuration(
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice, plan
-
-
-def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
-    """Advise on a dense model of the study instead of a configuration. There is no launch line."""
-    from finetune.advise import dense, report, verdict
-    from finetune.advise.machine import devices_here
-    from finetune.runtime.files import write_json
-
-    if options.rules or options.as_given or options.out:
-        raise UserError(
-            "--model excludes --rules, --as-given and --out: there are no settings and no launch. Remove them."
-        )
-    if rest:
-        raise UserError(f"--model replaces the configuration, but one was given: {' '.join(rest)}. Remove one of them.")
-    job = dense.chosen(options.model, options.batch)
-    machine, given = inspect_machine(options)
-    found = dense.candidates(job, world_sizes(options, devices_here(machine), given), machine)
-    rows, chosen, connecting = compare(found, options, machine, given)
-    advice = {
-        "kind": "advice",
-        "model": options.model,
-        "global_batch_size": job.global_batch_size,
-        "world_size": chosen.world_size,
-        "reason": verdict.in_a_sentence(chosen, rows),
-        "device": machine.name,
-        "launch": None,
-        "rows": [row.to_dict() for row in rows],
-        "improvements": [],
-        "study2025": report.ruling(job.model.parameters, job.global_batch_size, rows, machine),
-        "notes": [
-            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; a token "
-            f"is a sample, and a run has {dense.STEPS:,} steps. Each step sends "
-            f"{sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
-            *report.short_step(rows, machine),
-        ],
-        "start_up_of_ranks_seconds": connecting,
-    }
-    report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
-    if options.json:
-        write_json(options.json, advice)
-    return DONE
 
 
 def improved(one: Improvement, faster: Sequence[str], bench: Bench) -> dict[str, Any]:

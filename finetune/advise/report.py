@@ -44,22 +44,6 @@ def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) ->
     )
 
 
-# The study's dense models took 1.6 to 3.5 ms per step on H200s, with the GPU busy 12 to 27 % of the time.
-SHORT_SECONDS = 5e-3
-
-
-def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
-    """A note if a GPU's step is so short that it measures the host; none otherwise."""
-    one = found[0].prediction
-    if machine.device != "cuda" or one is None or one.step_seconds >= SHORT_SECONDS:
-        return []
-    return [
-        f"A step of {1e3 * one.step_seconds:.1f} ms is the host launching kernels. In another process or on another "
-        "host of the same kind, such steps differed by 1 to 45% (H200s, benchmarks/results): trust the verdict more "
-        "than the milliseconds."
-    ]
-
-
 def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
     """The verdict of the rule set study2025, given the predicted efficiency of two devices."""
     two = next((row.efficiency for row in found if row.world_size == 2), None)

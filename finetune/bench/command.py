@@ -10,13 +10,12 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import DONE, run_with_options
-from finetune.runtime.options import Options, count, counts, names, path
+from finetune.runtime.options import Options, count, counts, path
 
 WHAT = {
     "comm": "latency and bandwidth of all-reduce, reduce-scatter, all-gather and broadcast, by size",
     "compute": "peak rates of matrix products and memory copies",
     "step": "time per phase of a training step of your configuration, on each rank",
-    "study": "reproduce a published study of one GPU against two, on dense models of 258 K and 6.9 M parameters",
 }
 NOTES = "Exit code 0: done, 1: a rank failed, 2: bad input. docs/benchmarks.md describes each measurement."
 
@@ -65,13 +64,9 @@ def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[di
         from finetune.bench import compute
 
         return compute.run
-    if what == "step":
-        from finetune.bench import step
+    from finetune.bench import step
 
-        return step.run
-    from finetune.bench.study import command as study
-
-    return study.run
+    return step.run
 
 
 def own_options(what: str) -> Options:
@@ -81,18 +76,16 @@ def own_options(what: str) -> Options:
     default = "1; several run concurrently" if what == "compute" else "1, 2, 4 and 8, up to the number of GPUs"
     found.add("--world-sizes", counts, "1,2", f"world sizes, with NCCL on GPUs and gloo on a CPU (default: {default})")
     repeated = "number of runs; the confidence interval is over their means"
-    found.add("--runs", count, "N", f"{repeated} (default: %(default)s; the published study: 50)", RUNS)
+    found.add("--runs", count, "N", f"{repeated} (default: %(default)s)", RUNS)
     found.add(
         "--steps", count, "N", f"measured steps per run, after {WARM_UP} warm-up steps (default: %(default)s)", MEASURED
     )
     if what == "comm":
         found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB, or to 16 MiB on a CPU)")
         found.add_switch("--settings", "compare the NCCL settings that matter on this topology, each in new processes")
-    if what in ("step", "study"):
+    if what == "step":
         plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
         found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
-    if what == "study":
-        found.add("--models", names, "NAME,...", "258K, 6.9M and, as LoRA on GPUs, llama-1.2b, llama-3b")
     return found
 
 

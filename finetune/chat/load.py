@@ -101,7 +101,7 @@ def load(
 
 
 def _backend(asked: str, found: Trained, base: str | None) -> str:
-    """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/answers.py),
+    """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/results),
     and loads an adapter only with the base model that the adapter names.
 
     Raises:

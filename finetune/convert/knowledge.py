@@ -1,7 +1,7 @@
 """What the converter knows about libraries: what a call does (`CALLS`). Arguments: finetune/config/arguments.py.
 
 A new method, package or argument is a word in one row. What a row means is decided where its kind is used.
-`make docs` prints both tables into docs/notebooks.md.
+`make docs` prints both tables as docs/notebook-rules.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from finetune.config import arguments as ours
 
@@ -307,18 +306,27 @@ def known_packages() -> frozenset[str]:
     return frozenset(name for name in names if name.isidentifier()) - {"config"}
 
 
-def tables() -> str:
-    """Both tables, in Markdown."""
-    lines = ["### Arguments", "", "| of | arguments | in the script |", "|---|---|---|"]
+PAGE = """\
+# What the converter knows
+
+The rules of [`finetune convert`](notebooks.md) for arguments and calls. `make docs` writes this page from
+`finetune/config/arguments.py` and `finetune/convert/knowledge.py`: change those, not the page.
+"""
+
+
+def page() -> str:
+    """docs/notebook-rules.md: both tables, in Markdown."""
+    lines = [PAGE, "## Arguments", "", "An argument that is not listed is kept if TRL has it.", ""]
+    lines += ["| of | arguments | in the script |", "|---|---|---|"]
     alike: dict[tuple[str, str], str] = {}
     for one in ours.ARGUMENTS:
         if one.of != ours.UNSLOTH and (becomes := _becomes(one)):
             alike[one.of, becomes] = f"{alike.get((one.of, becomes), '')} {one.names}"
     lines += [f"| {of} | {_code(names)} | {becomes} |" for (of, becomes), names in alike.items()]
-    lines += ["", "### Calls", "", "| kind | meaning | names |", "|---|---|---|"]
+    lines += ["", "## Calls", "", "| kind | meaning | names |", "|---|---|---|"]
     for kind, (_, meaning) in KINDS.items():
         lines.append(f"| {kind} | {meaning} | {_code(' '.join(sorted(name for name, _ in _rows(kind))))} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _becomes(one: ours.Argument) -> str:
@@ -336,11 +344,5 @@ def _code(words: str) -> str:
     return " ".join(f"`{name}`" for name in words.split())
 
 
-def main() -> None:
-    """Print both tables into a page, from the heading "### Arguments" to its end."""
-    page = Path(sys.argv[1])
-    page.write_text(page.read_text(encoding="utf-8").partition("### Arguments")[0] + tables() + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(page())

@@ -106,15 +106,10 @@ class Options(argparse.ArgumentParser):
             self.error(f"unexpected argument: `{rest[0]}`")
         return options, rest
 
-    def split_script(
-        self, argv: Sequence[str], without: Sequence[str] = ()
-    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+    def split_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
         """The options of the command, the arguments of the configuration, and the script with its arguments; the last
         is empty if there is none. Options of the command are found anywhere before a `--`, which is dropped; what
         follows it is the script's.
-
-        Args:
-            without: options that are for a configuration only. After a script they are the script's.
 
         Raises:
             UserError: as `split`, or there are a script and a configuration.
@@ -129,7 +124,7 @@ class Options(argparse.ArgumentParser):
             flag, equals, _ = word.partition("=")
             if word == "--":
                 theirs += left
-            elif flag in takes and flag not in without:
+            elif flag in takes:
                 own += [word, *([] if equals or not takes[flag] else itertools.islice(left, 1))]
             else:
                 theirs.append(word)

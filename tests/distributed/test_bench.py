@@ -18,10 +18,10 @@ from tests.helpers import launch, warm
 pytestmark = pytest.mark.process
 
 
-def bench(folder: Path, *words: str) -> dict[str, Any]:
+def bench(folder: Path, *words: str, module: str = "finetune.bench") -> dict[str, Any]:
     """Run the command and return its --json."""
     given = [*words, "--json", str(folder / "bench.json")]
-    done = launch.command_with_ranks("finetune.bench", given, cache=folder, kind="transformers")
+    done = launch.command_with_ranks(module, given, cache=folder, kind="transformers")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "bench.json").read_text()) | {"said": done.stdout}
 
@@ -98,7 +98,7 @@ def test_parts_of_a_training_step(tiny_model: Path, tiny_data: Path, tmp_path: P
 def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("--models", "258K,llama-1.2b", "--world-sizes", "1,2", "--runs", "1", "--steps", "3", "--out", str(out))
-    found = bench(tmp_path, "study", *words)
+    found = bench(tmp_path, *words, module="benchmarks.study")
     rows = found["modes"][0]["rows"]
     assert [(row["batch"], row["world_size"]) for row in rows] == [(b, w) for b in (16, 32, 64, 128) for w in (1, 2)]
     for row in rows:
@@ -112,7 +112,7 @@ def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
 
 def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DDP accounts for its communication, of which plain PyTorch has none; advice takes each for its ranks."""
-    from finetune.advise import dense
+    from benchmarks.study import advise as dense
     from finetune.measure.predict import Work
     from finetune.runtime.machine.hardware import survey
 
@@ -128,7 +128,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return found
 
     monkeypatch.setattr(dense.study, "measure", watched)
-    found = dense.candidates(dense.chosen("dense-258k", 16), [1, 2, 3], survey())
+    found = dense.candidates(dense.chosen("258K", 16), [1, 2, 3], survey())
     assert asked == [((16,), False, False), ((8,), True, True)]
     assert [isinstance(found[world], Work) for world in (1, 2, 3)] == [True, True, False]
 
@@ -138,7 +138,7 @@ def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """On ranks of a CPU, told that they are GPUs: a small shape in short packs, through the real trainer."""
     from dataclasses import replace
 
-    from finetune.bench.study import lora as study_lora
+    from benchmarks.study import lora as study_lora
     from finetune.runtime.machine.hardware import survey
 
     monkeypatch.setattr(subprocesses, "run", warm.run_command)

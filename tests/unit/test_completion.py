@@ -52,9 +52,9 @@ def offered(script: Path, *words: str) -> list[str]:
         (("train", "--config", "my"), ["my.yaml"]),
         (("prepare", "--dry"), []),
         (("advise", "--price"), ["--price-per-gpu-hour"]),
-        (("bench", "st"), ["step", "study"]),
+        (("bench", "st"), ["step"]),
         (("bench", "comm", "--data.packi"), ["--data.packing"]),
-        (("bench", "study", "--data.packi"), []),
+        (("bench", "compute", "--data.packi"), []),
     ],
 )
 def test_bash_completes(script: Path, words: tuple[str, ...], expected: list[str]) -> None:

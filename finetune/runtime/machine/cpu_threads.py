@@ -4,9 +4,8 @@ The rule: the cores that the process may use, divided by the ranks on this machi
 the user has set (OMP_NUM_THREADS, or accelerate's --num_cpu_threads_per_process) is kept. Launchers set a number of
 their own without looking at the machine, mostly 1 per rank.
 
-Measured by `benchmarks/cpu_threads.py` (benchmarks/results/LOG.md): on two cores, two sleeping threads are mostly
-faster than one, also beside busy processes; two spinning threads, OpenMP's default, are mostly slower, there many
-times.
+Measured (benchmarks/results/2026-11-23-cpu-threads.jsonl): on two cores, two sleeping threads are mostly faster than
+one, also beside busy processes; two spinning threads, OpenMP's default, are mostly slower, there many times.
 """
 
 from __future__ import annotations

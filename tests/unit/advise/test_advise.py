@@ -14,8 +14,9 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
+from benchmarks.study import advise as dense
 from finetune import advise, dryrun
-from finetune.advise import candidates, command, dense, launch, machine, report, verdict
+from finetune.advise import candidates, command, launch, machine, report, verdict
 from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Row
 from finetune.config import Config, load
@@ -134,18 +135,13 @@ def test_costs_also_at_a_price_of_zero() -> None:
         (["--price-per-gpu-hour", "nan"], "expected a price of at least 0"),
         (["--world-sizes", "1,two"], "expected integers of at least 1, such as 1,2,4"),
         (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
-        (["--batch", "8"], "--batch is for --model"),
         (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
         (["--comm", "missing.json"], "Not a valid result of `finetune bench comm --json`"),
-        (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
-        (["--model", "dense-258k", "--rules"], "--model excludes"),
-        (["--model", "dense-258k", "--training.max_steps", "3"], "--model replaces the configuration"),
         (["--training.learing_rate", "1"], "learning_rate"),
     ],
 )
 def test_bad_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    given = arguments if "--model" in arguments or "--batch" in arguments else [*arguments, *configuration(tmp_path)]
-    assert advise.main(given) == 2
+    assert advise.main([*arguments, *configuration(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -697,16 +693,16 @@ def test_what_would_make_a_script_fit(
     assert "Tried, but not enough: one row at a time, " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_script_and_a_model_of_the_study_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert advise.main(["--model", "dense-258k", "--batch", "8", "mine.py"]) == 2
-    assert "--model replaces the configuration, but one was given: mine.py" in capsys.readouterr().err
-
-
 # --- the study's dense models ---------------------------------------------------------------------------------------
 
 
+def test_unknown_models_of_the_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dense.main(["1B"]) == 2
+    assert "unknown model: 1B. The study has 258K, 6.9M." in capsys.readouterr().err
+
+
 def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = dense.chosen("dense-258k", 64)
+    job = dense.chosen("258K", 64)
     assert sum(job.gradients.sizes) == 4 * job.model.parameters
 
     def measure(models: Any, world: int, environment: Any, options: Any, machine: Any, *, ddp: bool) -> dict:
@@ -729,6 +725,6 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
     assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]
     short = [replace(rows[0], prediction=replace(rows[0].prediction, step_seconds=0.002)), *rows[1:]]
-    assert report.short_step(rows, host(card(0))) == [] and report.short_step(short, host()) == []
-    (note,) = report.short_step(short, host(card(0)))
+    assert dense.short_step(rows, host(card(0))) == [] and dense.short_step(short, host()) == []
+    (note,) = dense.short_step(short, host(card(0)))
     assert note.startswith("A step of 2.0 ms is the host launching kernels")

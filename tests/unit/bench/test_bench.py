@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.study import command as study
+from benchmarks.study import lora as study_lora
+from benchmarks.study import published
+from benchmarks.study import report as study_report
+from benchmarks.study.rank import dense
 from finetune.bench import comm, comm_report, command, conditions, launch, timeline, windows
 from finetune.bench.command import main, parse
 from finetune.bench.launch import choose_world_sizes
-from finetune.bench.study import command as study
-from finetune.bench.study import lora as study_lora
-from finetune.bench.study import published
-from finetune.bench.study import report as study_report
-from finetune.bench.study.rank import dense
 from finetune.config import load
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
@@ -403,7 +403,7 @@ def test_what_the_study_has_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(study, "survey", lambda: hardware.Hardware(**_cpu()))
     options = argparse.Namespace(world_sizes=[1, 2], models=["258K", "6.9M"], runs=1, steps=1, out=tmp_path)
     with pytest.raises(RunError):
-        list(study.run(options, []))
+        list(study.study(options))
     rows = json.loads((tmp_path / "study.json").read_text())["modes"][0]["rows"]
     assert [(row["model"], row["batch"]) for row in rows] == cases and {row["world_size"] for row in rows} == {1}
 
@@ -519,15 +519,14 @@ def test_without_matplotlib(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "comm, compute, step, study"),
+        ([], "comm, compute, step."),
         (["speed"], "unknown benchmark: `speed`"),
         (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
         (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
         (["comm", "--settings"], "has no GPU"),
         (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
-        (["study", "--world-sizes", "2"], "Add 1"),
-        (["study", "--models", "8B"], "258K"),
+        (["study"], "unknown benchmark: `study`"),
         (["step", "--training.learing_rate", "1"], "learning_rate"),
         (["step", "--world-sizes"], "expected one argument"),
     ],
@@ -537,6 +536,22 @@ def test_bad_input_is_reported_and_nothing_starts(
 ) -> None:
     monkeypatch.setattr(launch, "ranks", lambda *arguments, **named: pytest.fail("ranks were started"))
     assert main(words) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--world-sizes", "2"], "Add 1"),
+        (["--models", "8B"], "258K"),
+        (["--run", "3"], "Nearest is --runs. See python -m benchmarks.study --help."),
+    ],
+)
+def test_the_study_refuses_bad_input(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "ranks", lambda *arguments, **named: pytest.fail("ranks were started"))
+    assert study.main(words) == 2
     assert expected in capsys.readouterr().err
 
 

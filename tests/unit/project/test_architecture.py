@@ -129,7 +129,6 @@ OPENS_ITSELF = {
     "what is installed: this package, TRL, accelerate": [
         "config.sft_fields",
         "convert.script.decide:_trl_source",
-        "convert.knowledge",
         "convert.witness.compare:_run",
         "doctor",
         "review.board.plugin",

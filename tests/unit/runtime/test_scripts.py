@@ -194,12 +194,12 @@ def test_what_is_no_script_is_an_error(write: Callable[..., str]) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def split(*words: str, without: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str], list[str]]:
+def split(*words: str) -> tuple[dict[str, Any], list[str], list[str]]:
     options = Options("parity", "", script=True)
     options.add("--world-sizes", counts, "1,2", "", [1, 2])
     options.add("--model", str, "NAME", "")
     options.add_switch("--fast", "")
-    found, rest, script = options.split_script(words, without)
+    found, rest, script = options.split_script(words)
     return {name: value for name, value in vars(found).items() if value}, rest, script
 
 
@@ -223,7 +223,6 @@ def test_options_of_the_command_are_found_around_the_script() -> None:
         [],
         ["mine.py", "a b", "--lr", "-1", "--fast", "--model", "x"],
     )
-    assert split("mine.py", "--model", "m", without=("--model",))[2] == ["mine.py", "--model", "m"]
     assert split("--config", "a.yaml", "--fast")[1:] == (["--config", "a.yaml"], [])
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.markdown import Markdown
 
+from benchmarks.study import published
 from finetune.bench import timeline
-from finetune.bench.study import published
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
 from finetune.text import counted

@@ -1,7 +1,7 @@
 """The figures of the published study as printed, and the contradictions among them.
 
 Two RTX 4070 Ti SUPER behind a PCIe host bridge without peer access; TensorFlow 2.19, NCCL 2.18.5; 50 runs of 100 steps.
-Nothing here was measured by this project; `bench study` repeats the measurements.
+Nothing here was measured by this project; `python -m benchmarks.study` repeats the measurements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""An addition of `finetune bench study` to the study: LoRA of language models of realistic size, random weights."""
+"""An addition to the study: LoRA of language models of realistic size, random weights."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import sys
@@ -43,8 +42,6 @@ def measure(
     """
     if machine.device != "cuda":
         return {"left_out": "there is no GPU, and a step of these models takes minutes on a CPU"}
-    if importlib.util.find_spec("benchmarks") is None:
-        return {"left_out": "benchmarks/models.py was not found; run `python -m finetune.bench` from the source folder"}
     runs, steps = min(runs, MOST_RUNS), min(steps, MOST_STEPS)
     found: dict[str, Any] = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:

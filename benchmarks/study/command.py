@@ -1,4 +1,7 @@
-"""`finetune bench study`: repeats the published study of one GPU against two on this machine."""
+"""Repeats the published study of one GPU against two on this machine.
+
+python -m benchmarks.study --runs 50 --out DIR
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.study import lora as study_lora
+from benchmarks.study import report as study_report
 from finetune.bench import comm, conditions, launch
 from finetune.bench.launch import choose_world_sizes
-from finetune.bench.study import lora as study_lora
-from finetune.bench.study import report as study_report
 from finetune.errors import UserError
-from finetune.measure.protocol import WARM_UP
-from finetune.runtime.command import print_line
+from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
+from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import in_words, settings
+from finetune.runtime.options import Options, count, counts, names, path
 from finetune.text import counted
 
 
@@ -43,7 +47,41 @@ MODELS = (
 )
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def main(argv: list[str] | None = None) -> int:
+    """Run the study. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    purpose = "Reproduce a published study of one GPU against two, on dense models of 258 K and 6.9 M parameters."
+    found = Options("", purpose, configuration=False)
+    found.prog = "python -m benchmarks.study"
+    found.usage = f"{found.prog} [options]"
+    found.add("--world-sizes", counts, "1,2", "world sizes (default: 1, 2, 4 and 8, up to the number of GPUs)")
+    found.add("--runs", count, "N", "number of runs (default: %(default)s; the published study: 50)", RUNS)
+    found.add("--steps", count, "N", f"steps per run, after {WARM_UP} of warm-up (default: %(default)s)", MEASURED)
+    found.add("--models", names, "NAME,...", "258K, 6.9M and, as LoRA on GPUs, llama-1.2b, llama-3b")
+    plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
+    found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
+    return found
+
+
+def run(argv: list[str]) -> int:
+    """Measure, print and write.
+
+    Raises:
+        UserError: bad options.
+        RunError: a rank failed.
+    """
+    options, _ = own_options().split(argv)
+    for found in study(options):
+        if options.json:
+            write_json(options.json, found)
+    return DONE
+
+
+def study(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure all models at every world size and in every mode. Yields the content of `--json`."""
     machine = survey()
     world_sizes = choose_world_sizes(options.world_sizes, machine.count)
@@ -138,7 +176,7 @@ def measure(
     request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "ddp": ddp}
     title = f"dense models on {counted(world, 'rank')}" + (" in DDP" if ddp else "")
     title += f", {comm.show(environment)}" if environment and world > 1 else ""
-    measured = launch.ranks("finetune.bench.study.rank", world, request, title=title, environment=environment)
+    measured = launch.ranks("benchmarks.study.rank", world, request, title=title, environment=environment)
     found = {}
     for case, result in zip(cases, measured, strict=True):
         states = [one.pop("states") for one in result["ranks"]]

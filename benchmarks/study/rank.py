@@ -1,4 +1,4 @@
-"""A rank of `finetune bench study`: trains a dense model on random samples in plain PyTorch, with DDP if ranks > 1."""
+"""A rank of `benchmarks.study`: trains a dense model on random samples in plain PyTorch, with DDP if ranks > 1."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.study`: repeats a published study of one GPU against two on this machine."""

@@ -1,1 +1,0 @@
-"""`finetune bench study`: repeats the published study on this machine."""
