@@ -107,7 +107,7 @@ def packed_against_alone(
 ) -> list[dict[str, Any]]:
     """What `tests.helpers.packed_against_alone` found, for packs of so many documents, with `extra` settings."""
     argv = [str(model), backend, ",".join(map(str, documents)), "--model.backend", backend, *extra]
-    done = run(how, argv, cache=cache, script=ROOT / "tests" / "packed_against_alone.py")
+    done = run(how, argv, cache=cache, script=ROOT / "tests" / "helpers" / "packed_against_alone.py")
     assert done.returncode == 0, done.stdout[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [one["documents"] for one in found] == documents
