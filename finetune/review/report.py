@@ -218,7 +218,9 @@ def markdown(folder: Path) -> str:
 
 def to_markdown(one: Reviewed) -> str:
     """Verdict, findings, metrics, predictions."""
-    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}. Status: {one.run.status}.", ""]
+    # A page that is written while the run goes on stays when it has ended: it must not say "running" then.
+    status = "" if one.run.status == "running" else f" Status: {one.run.status}."
+    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}.{status}", ""]
     lines += [f"{escaped(problem)}\n" for problem in one.run.problems]
     if one.findings:
         findings = [

@@ -442,6 +442,14 @@ def test_json_has_no_secrets(tmp_path: Path) -> None:
     assert "401 for ***" in content
 
 
+def test_the_page_of_a_running_run_does_not_say_so(tmp_path: Path) -> None:
+    """It is still there when the run has ended."""
+    newest = make_run(tmp_path, record={"status": "running"})
+    assert "running" not in markdown(newest)
+    (tmp_path / "run.json").write_text(json.dumps({"status": "done"}))
+    assert "Status: done." in markdown(tmp_path)
+
+
 def test_markdown_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.review import assemble
 
