@@ -455,7 +455,7 @@ def test_markdown_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     make_run(tmp_path, slow={1: {"forward": 0.5}})
     text = markdown(tmp_path)
-    assert text.startswith("**rank 1") and "| straggler | warning |" in text and "| step |" in text
+    assert text.startswith("**rank 1") and "| straggler | warning |" in text and "| step time |" in text
     assert "could not be reviewed" in markdown(tmp_path / "missing")
     monkeypatch.setattr(assemble, "findings", lambda *_: 1 / 0)
     assert "could not be reviewed: ZeroDivisionError" in markdown(tmp_path)

@@ -5,7 +5,7 @@ constants beside the rule, and its docstring names their source. "Calibrated" me
 value of all healthy fixtures, which tests/review recomputes.
 """
 
-from finetune.review.finding import Rule
+from finetune.review.finding import Explanation, Rule
 from finetune.review.rules import data, hang, learning, memory, ranks, speed, straggler
 
 RULES: dict[str, Rule] = {
@@ -34,3 +34,5 @@ RULES: dict[str, Rule] = {
     "plateau": learning.plateau,
     "too-slow": learning.too_slow,
 }
+
+EXPLAINED: dict[str, Explanation] = {}

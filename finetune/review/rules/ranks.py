@@ -40,7 +40,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="communication",
         level="warning",
-        headline="Communication between the GPUs limits the run",
+        headline="Communication between the ranks limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
         f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",

@@ -22,6 +22,7 @@ ROOM = 0.50  # of the fullest GPU's memory
 BEST = 0.70  # of the throughput of the best micro-batch
 SAFE_MEMORY = 0.80  # share of the memory that a larger micro-batch may fill: margin of the dual-GPU study
 EVALUATION = 0.20  # of the wall time; calibrated
+RARER = 4  # times, but once in the run at least: what is advised
 REPEATED = 2  # evaluations or checkpoints while it trains; a single one cannot be made rarer
 
 
@@ -181,30 +182,41 @@ def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     if share is None or share < EVALUATION or timing.pauses(run) < REPEATED:
         return None
     spent, whole = timing.evaluation_seconds(run)
-    every = {key: count(run.at(f"config.training.{key}")) for key in ("eval_steps", "save_steps")}
+    start = timing.session_start(run)
+    session = f" Counted since step {start}, where the run was resumed." if start else ""
+    advice, gain = _rarer(run, share, whole)
     return Finding(
         rule="evaluation-share",
         level="warning",
         headline="Evaluation and saving take a large part of the time",
         figures=(f"{duration(spent or 0.0)} of {duration(whole)}", f"{percent(share)} of the time"),
         evidence=f"Evaluation and saving take {duration(spent or 0.0)} of {duration(whole)}: {percent(share)} "
-        f"(threshold {percent(EVALUATION)}), in {timing.pauses(run)} pauses.",
-        advice=_rarer(every, _divided(run)) + "; fewer rows in data.eval_file",
-        gain=f"half as often: {percent(-share / 2)} wall time",
+        f"(threshold {percent(EVALUATION)}), in {timing.pauses(run)} pauses.{session}",
+        advice=advice,
+        gain=gain,
         lost=share,
         confidence=confidence(share, EVALUATION, 5),
         charts=("evaluation_and_saving",),
     )
 
 
-def _divided(run: Run) -> str:
-    """What takes more of the time: eval_steps or save_steps."""
+def _rarer(run: Run, share: float, whole: float) -> tuple[str, str]:
+    """The setting that makes the longer of evaluation and saving rarer, and what that saves of the wall time.
+
+    Args:
+        share: of the wall time that both take.
+        whole: wall time in seconds.
+    """
     parts: dict[str, Any] = {name: run.number(f"{name}_seconds") for name in ("evaluation", "saving")}
     if run.ranks is not None and None in parts.values():
-        parts = {"evaluation": run.ranks.evaluation.sum(), "saving": run.ranks.saving.sum()}
-    return "save_steps" if (parts["saving"] or 0) > (parts["evaluation"] or 0) else "eval_steps"
-
-
-def _rarer(every: dict[str, int | None], key: str) -> str:
-    steps = every[key]
-    return f"training.{key}: {4 * steps}" if steps else f"a larger training.{key}"
+        parts = {"evaluation": float(run.ranks.evaluation.sum()), "saving": float(run.ranks.saving.sum())}
+    name = "saving" if (parts["saving"] or 0) > (parts["evaluation"] or 0) else "evaluation"
+    key = {"saving": "save_steps", "evaluation": "eval_steps"}[name]
+    fewer_rows = "" if name == "saving" else ", or fewer rows in data.eval_file"
+    part = share if parts[name] is None or not whole else parts[name] / whole
+    every = count(run.at(f"config.training.{key}"))
+    if not every:
+        return f"a larger training.{key}{fewer_rows}", f"half as often: {percent(-part / 2)} wall time"
+    rarer = max(min(RARER * every, run.steps or RARER * every), every + 1)
+    gain = f"every {rarer} steps instead of every {every}: {percent(-part * (1 - every / rarer))} wall time"
+    return f"training.{key}: {rarer}{fewer_rows}", gain
