@@ -78,7 +78,7 @@ class Explanation:
             "What you see": self.sees,
             "What it means": self.means,
             "How it is measured": self.measured,
-            "Example": f"{self.example} ({self.source})",
+            "Example": f"{self.example.removesuffix('.')} ({self.source}).",
             "What to do": self.remedy,
             "What that brings": self.brings,
         }

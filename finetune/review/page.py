@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.plural import counted
 from finetune.review import labels
-from finetune.review.rules import EXPLAINED
+from finetune.review.rules import EXPLANATIONS
 from finetune.runtime.tags import PHASES
 
 NAMED = 3  # runs in a title
@@ -45,7 +45,9 @@ def content(review: dict[str, Any]) -> dict[str, Any]:
         review: `finetune.review.review(...).to_dict()`.
     """
     found = {finding["rule"] for run in review["runs"] for finding in run.get("findings", [])}
-    rules = {name: {"question": one.question, "parts": one.parts()} for name, one in EXPLAINED.items() if name in found}
+    rules = {
+        name: {"question": one.question, "parts": one.parts()} for name, one in EXPLANATIONS.items() if name in found
+    }
     return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
 
 
