@@ -615,8 +615,9 @@ EXPLANATIONS = {
         means="The steps were too few or too small to get to the bottom.",
         measured=f"In the last tenth of a finished run the loss falls by more than {percent(SLOW_FALL)} of its whole "
         f"fall, and fewer than {percent(SLOW_CLIPPED)} of the steps are clipped.",
-        example="SLOW_EXAMPLE",
-        source="SLOW_SOURCE",
+        example="In the last tenth of the steps the loss fell by 0.1686, 5.7 % of its whole fall (threshold 5.0 %); "
+        "0.0 % of the steps were clipped.",
+        source="60 steps of the demo at a learning rate of 1e-4 and a batch of 256, one CPU, 2026-11-26",
         remedy="Twice the learning rate, or more steps: raise training.max_steps and resume "
         "(training.resume_from_checkpoint: true).",
         brings="About the same fall again for each further tenth, until the curve levels off.",
