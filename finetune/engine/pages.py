@@ -52,7 +52,7 @@ def layout() -> dict[str, dict[str, list[Any]]]:
             "supervised tokens per step": lines("supervised_tokens"),
         },
         "3 Is it fast?": {
-            "tokens per second per GPU": lines("tokens_per_gpu"),
+            "tokens per second per device": lines("tokens_per_gpu"),
             "MFU [0-1]": lines("mfu"),
             "step [s]": lines("step_seconds"),
             "padding [0-1]": lines("padding"),
