@@ -412,7 +412,7 @@ function about(parent, run, opened) {
     ["began", date(known.began)], ["last record", date(known.ended)], ["model", known.model], ["data", known.data?.join(", ")], ["hardware", devices],
     ["steps", known.resumed_at ? `${shown(known.steps)}, the last session from step ${known.resumed_at} on` : known.steps && shown(known.steps)],
     ["versions", entries(known.versions).map(([name, one]) => `${name} ${one}`).join(", ")], ["folder", run.folder],
-    ...entries(known.settings).map(([name, value]) => [name, shown(value)]),
+    ...entries(known.settings).map(([name, value]) => [name, isNumber(value) ? String(value) : shown(value)]),
   ].filter(([, value]) => value && value !== MISSING);
   if (!facts.length) return;
   const fold = make(parent, "details", {class: "fold", "data-panel": "about"});
@@ -470,7 +470,7 @@ function compare(parent, review, boxes) {
 
   const grid = make(scrolling(section, "Runs"), "table", {class: "runs"});
   const head = [{name: "run", label: "run", about: "Ticked runs are in the charts. The name opens what was found."}, {name: "verdict", label: "verdict", about: "What limits the run. Point at it to read it whole, or open the run."},
-    ...columns.map((name) => ({name, label: SHORT[name] ?? names[name]?.label ?? words(name), about: `${names[name]?.label ?? words(name)}: ${names[name]?.meaning ?? ""}`}))];
+    ...columns.map((name) => ({name, label: SHORT[name] ?? names[name]?.label ?? words(name), about: `${SHORT[name] ? `${names[name]?.label}: ` : ""}${names[name]?.meaning ?? ""}`}))];
   const first = make(make(grid, "thead"), "tr");
   const heads = head.map(({name, label, about: title}) => {
     const place = make(first, "th", {scope: "col", class: name === "verdict" ? "words" : ""});
@@ -571,7 +571,7 @@ function curves(parent, review, chosen) {
   }
   for (const [model, group] of groups) {
     const [known, twin] = [group[0].about?.model ?? "", groups.some(([other, [first]]) => other !== model && first.about?.model === group[0].about?.model)];
-    const name = known && twin ? `${known}, weights ${model.slice(0, 8)}` : known;
+    const name = known && twin ? `${known}, ${model === known ? "weights not recorded" : `weights ${model.slice(0, 8)}`}` : known;
     const section = panel(parent, "curves", models.size > 1 && name ? `Loss [nats] at equal tokens: ${group.length} runs of ${name}` : "Loss [nats] at equal tokens");
     if (group.length > LINES.length) make(section, "p", {class: "faint"}, `The first ${LINES.length} of ${group.length} runs, in the order of the table. Sort, filter or untick runs to see others.`);
     lineChart(section, group.slice(0, LINES.length).map((run, k) => ({name: run.run, color: LINES[k], x: run.curve.tokens, y: run.curve.loss})), "Loss");
@@ -585,7 +585,7 @@ function equalTokens(parent, review, model, group) {
   if (!rows.length) return;
   const fold = make(parent, "details", {class: "fold", "data-panel": "equal-tokens"});
   if (review.report || group.length <= OPEN_AT_FIRST) fold.setAttribute("open", "");
-  make(fold, "summary", {}, "The losses as numbers: median of the steps before");
+  make(fold, "summary", {}, "The losses as numbers (medians of the steps before each point)");
   const place = new Map(review.runs.map((run, k) => [run, k]));
   table(fold, "Losses at equal tokens", [{label: "run", kind: "name"}, ...rows.map(({tokens}) => ({label: `${short(tokens)} tokens`}))],
     group.map((run) => [named(run.run), ...rows.map(({loss}) => loss[place.get(run)] === null ? missing : shown(loss[place.get(run)]))]));
@@ -601,7 +601,7 @@ function differences(parent, review, chosen) {
   const fold = make(parent, "details", {class: "fold", "data-panel": "differences"});
   if (chosen.length <= (review.report ? LINES.length : OPEN_AT_FIRST)) fold.setAttribute("open", "");
   make(fold, "summary", {}, `Settings that differ: ${rows.length}`);
-  table(fold, "Settings that differ", [{label: ""}, ...chosen.map(({run}) => ({label: run}))], rows.map(({key, values}) => [key, ...place.map((k) => shown(values[k]))]));
+  table(fold, "Settings that differ", [{label: ""}, ...chosen.map(({run}) => ({label: run}))], rows.map(({key, values}) => [key, ...place.map((k) => (isNumber(values[k]) ? String(values[k]) : shown(values[k])))]));
 }
 
 function heading(parent, {report, runs}) {

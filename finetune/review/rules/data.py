@@ -147,7 +147,7 @@ EXPLANATIONS = {
     ),
     "similar-steps": Explanation(
         question="Is each step a random sample of the rows?",
-        sees="The training loss jumps up and down more than usual, in waves.",
+        sees="The training loss jumps up and down more than usual.",
         means="If rows are sorted or grouped by length, one step holds only short rows and the next only long ones. "
         "Short and long rows differ in content, so the model is pulled back and forth.",
         measured="The mean length of the documents of each step varies over steps. The rule compares that spread with "

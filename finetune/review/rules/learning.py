@@ -549,7 +549,7 @@ EXPLANATIONS = {
         f"distance) is above {SPIKE_Z:.0f}, it is at least {percent(SPIKE_HEIGHT)} above the trend, and beyond the "
         f"tail of the noise. Reported from {SPIKES} on.",
         example="Spikes at steps 43, 58, 66: modified Z-score above 7 against the trend, up to 31.8.",
-        source="rows spoiled on purpose, tests/review/fixtures/spikes, two CPU ranks",
+        source="random labels in three steps, tests/review/fixtures/spikes, two CPU ranks",
         remedy="Look at the rows of these steps: each step of the plan has fixed rows. A lower training.max_grad_norm "
         "limits what one step can do.",
         brings="That many steps no longer disturb the others.",

@@ -73,7 +73,7 @@ EXPLANATIONS = {
         f"{percent(FULL)} of its memory, or one retry of the allocator.",
         example="The fullest GPU: 94 % of its memory (threshold 92 %); 0 allocator retries (threshold 1). A longer row "
         "can end the run.",
-        source="tests/review/fixtures/h200-memory, one H200 with a limit on its memory",
+        source="tests/review/fixtures/h200-memory, one H200, most of its memory taken on purpose",
         remedy="Halve training.per_device_train_batch_size (accumulation follows, the result is the same), or set "
         "training.gradient_checkpointing: unsloth, which computes intermediate results twice instead of keeping them.",
         brings="No stalls and no out-of-memory error. Checkpointing costs time: the forward pass is computed twice.",

@@ -225,8 +225,8 @@ EXPLANATIONS = {
         means="With several GPUs, each computes the gradients of its own rows, and then all gradients are added up "
         "over the connection between them. Most of that happens while the backward pass still computes, and costs "
         "nothing. What remains is exposed communication: data travels and nobody computes.",
-        measured="Exposed communication by the step, by DDP's own clock in one step per record. Reported from "
-        f"{percent(COMMUNICATION)} on, if no rank is behind and the rank that waits for nobody still has "
+        measured="Exposed communication as a share of the step, by DDP's own clock in one step per record. Reported "
+        f"from {percent(COMMUNICATION)} on, if no rank is behind and the rank that waits for nobody still has "
         f"{percent(ALONE)}. From {percent(CHEAPER)} on, one GPU is likely cheaper.",
         example="Gradients travel while nothing is computed for 25 % of the step of 45.1 ms on 2 ranks (threshold "
         "10 %); no rank is behind. 15 % remain on the rank that waits for no other.",
@@ -241,10 +241,10 @@ EXPLANATIONS = {
         sees="A run on several GPUs is reviewed together with a run of the same job on one GPU.",
         means="Two GPUs cost twice as much per hour. If they are 1.3 times as fast, each row costs 1.5 times as much "
         "as on one.",
-        measured="Rows per second of this run by those of the one-GPU run of the same model, rows and hardware, by the "
+        measured="Rows per second, divided by those of the one-GPU run of the same model, rows and hardware and by the "
         f"number of GPUs. Reported below {percent(EFFICIENCY)}, the limit of the published dual-GPU study.",
         example="Two GPUs reach 0.79 times the throughput of one, an efficiency of 39 %: a classifier of 258,000 "
-        "parameters with 16 rows per GPU, whose step of 1.7 ms is too short to share",
+        "parameters with 16 rows per step, whose step of 1.7 ms is too short to share",
         source="two H200s, benchmarks/results/2026-11-22-study-h200.json",
         remedy="Use one GPU (training.strategy: auto chooses), or give each GPU more work per step. The finding about "
         "communication, the slowest rank or the host says what limits it.",
@@ -255,7 +255,7 @@ EXPLANATIONS = {
         sees="One GPU decides which micro-batch fits, while the others have room.",
         means="Ranks get rows of about equal cost, so their peaks should be equal. If one is higher, it got longer "
         "rows, or something else uses its GPU.",
-        measured=f"The highest peak by the median of the others': reported above {percent(UNEVEN)} and "
+        measured=f"How far the highest peak is above the median of the others': reported above {percent(UNEVEN)} and "
         f"{UNEVEN_GIB} GiB, on GPUs alone.",
         example="No recorded run of this project meets it: two H200s with packed rows peaked at 4.01 and 4.05 GiB, "
         "0.8 % apart",

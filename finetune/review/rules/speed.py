@@ -228,8 +228,8 @@ EXPLANATIONS = {
         sees="GPU utilization is low, and the first part of each bar in the Review tab (data wait) is long.",
         means="Rows are read, padded and copied by the processor while the GPU computes the step before. If that takes "
         "longer than the step, the GPU has nothing to do until they arrive.",
-        measured="From the end of a step to the moment its successor has its rows, by the step. Reported from "
-        f"{percent(DATA_WAIT)} on, for the rank in the middle: if only one rank waits, it is a straggler.",
+        measured="The time from the end of a step until the next one has its rows, as a share of the step. Reported "
+        f"from {percent(DATA_WAIT)} on, for the rank in the middle: if only one rank waits, it is a straggler.",
         example="A step of 0.673 s waits 0.298 s for its rows: 44 % (threshold 10 %), with 0 loader processes.",
         source="a loader slowed down on purpose, tests/review/fixtures/slow-loader, two CPU ranks",
         remedy="Set training.dataloader_num_workers: 4, so that other processes prepare rows ahead of time. "
@@ -241,7 +241,8 @@ EXPLANATIONS = {
         sees="Tokens per second are low although the GPU is busy.",
         means="The rows of a micro-batch must have the same length, so shorter ones are filled up with padding tokens. "
         "The GPU computes them like all others, and the result is thrown away.",
-        measured=f"Positions without a token by all positions that were computed. Reported from {percent(PADDING)} on.",
+        measured="Positions without a token, as a share of all positions that were computed. Reported from "
+        f"{percent(PADDING)} on.",
         example="25 % of the positions that were computed hold no token (threshold 20 %).",
         source="tests/review/fixtures/padding, two CPU ranks",
         remedy="Set data.packing: true: rows of a fixed length are filled with whole documents, without attention "
@@ -289,8 +290,9 @@ EXPLANATIONS = {
         sees="The run takes longer than its steps: progress stands still at regular intervals.",
         means="An evaluation computes the loss of all held-out rows, and may let the model answer prompts; a "
         "checkpoint is written to disk. Training pauses meanwhile on all ranks.",
-        measured="Seconds of evaluation and saving by the wall time of training; of a resumed run since then. Reported "
-        f"from {percent(EVALUATION)} on, if there were at least {REPEATED} pauses: a single one cannot be made rarer.",
+        measured="Seconds of evaluation and saving, as a share of the wall time of training; of a resumed run, since "
+        f"then. Reported from {percent(EVALUATION)} on, if there were at least {REPEATED} pauses: a single "
+        "one cannot be made rarer.",
         example="Evaluation and saving take 18.2 s of 35.7 s: 51 % (threshold 20 %), in 20 pauses.",
         source="tests/review/fixtures/evaluation-too-often, two CPU ranks",
         remedy=f"Raise training.eval_steps or training.save_steps, whichever takes longer: the finding names {RARER} "

@@ -176,7 +176,7 @@ EXPLANATIONS = {
         means="Ranks train in lockstep: at the end of each backward pass they wait for the last one. So all have the "
         "same step time, and a slow rank costs all of them. What differs is own work: the step minus the time in "
         "which a rank only waits or exchanges gradients.",
-        measured="Own work of each rank by the median of the others', in each record. A rank is reported from "
+        measured="Own work of each rank, divided by the median of the others', in each record. A rank is reported from "
         f"{THRESHOLD:.2f} times on ({THRESHOLD_CPU:.2f} on CPUs, which share cores), if it is behind in 80 % of the "
         f"records and at least {percent(LOST)} of the step is lost.",
         example="Own work of rank 1 (host host, GPU 1, NVIDIA H200) is 1.20 times the median of the others (threshold "
