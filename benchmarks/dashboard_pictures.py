@@ -18,8 +18,8 @@ from pathlib import Path
 
 # Page -> what follows the address, and a selector that appears when it is drawn.
 PAGES = {
-    "time-series": ("#timeseries", "card-view line-chart"),
-    "custom-scalars": ("#custom_scalars", "tf-custom-scalar-multi-line-chart-card svg path[d*='L']"),
+    "time-series": ("?smoothing=0#timeseries", "card-view line-chart"),
+    "custom-scalars": ("#custom_scalars&_smoothingWeight=0", "tf-custom-scalar-multi-line-chart-card svg path[d*='L']"),
     "text": ("#text", "tf-markdown-view table"),
     "hparams": ("#hparams", "tf-hparams-main"),
     "images": ("#images", "tf-image-loader img"),
