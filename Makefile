@@ -19,7 +19,7 @@ help:
 	@echo "make test-full  the same, and the long ones"
 	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
 	@echo "make check   install, lint and type-check"
-	@echo "make docs    write docs/configuration.md and docs/notebook-rules.md from the tables in the code"
+	@echo "make docs    write docs/{configuration,notebook-rules,review-rules}.md from the code"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
 
@@ -86,6 +86,7 @@ check: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m finetune.config.reference > docs/configuration.md
 	$(BIN)/python -m finetune.convert.knowledge > docs/notebook-rules.md
+	$(BIN)/python -m finetune.review.explain > docs/review-rules.md
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

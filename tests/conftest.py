@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,20 @@ def environment_afterwards() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium. FINETUNE_BROWSER=required turns the skip into a failure."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        why = "no Chromium: apt-get install -y --no-install-recommends chromium"
+        pytest.fail(why) if os.environ.get("FINETUNE_BROWSER") == "required" else pytest.skip(why)
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        chrome = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield chrome
+        chrome.close()
 
 
 @pytest.fixture(scope="session")

@@ -240,6 +240,7 @@ def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
             "global_batch_size": GLOBAL_BATCH_SIZE,
             "per_device_train_batch_size": max(1, GLOBAL_BATCH_SIZE // world_size),
             "max_steps": 260,
+            "eval_steps": 52,
             "learning_rate": 2e-3,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 30,

@@ -148,11 +148,12 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
         after, answers_after = door.evaluate(job, built, questions, trained=True)
         if answers_after is not None:
             logger.show_samples(answers_after, trainer.state.global_step)
+        scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
+        # A disk without room for run.json must not keep a script from saving its model.
+        write = record.update if sums is not None else record.try_update
+        # Before the logger ends: its last page reviews the run by this record.
+        write(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
 
-    scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
-    # A disk without room for run.json must not keep a script from saving its model.
-    write = record.update if sums is not None else record.try_update
-    write(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
     if answers_before is not None and answers_after is not None:
         console().print(samples.table(answers_before, answers_after))
     report.print_conclusion(record.content, output_dir, above.scoring.sentence(record.content["prediction"]))

@@ -268,8 +268,17 @@ def dashboard(
     run["invariants"] = known.get("invariants")
     if config.logging.profile_steps:
         run["traces"] = str(Path("runs", "trace-rank-N.json"))
-    given = dict(pair for pair in tensorboard_pages.flat(resolved) if pair[0] in config.given)
-    about = {"world_size": known["world_size"], "GPU": job.hardware.name, "backend": job.stack.backend}
+    first = {
+        "learning rate": known["learning_rate"],
+        "LoRA rank (0: all weights)": 0 if config.model.full_finetuning else config.lora.r,
+        "global batch size": job.batch.global_batch_size,
+        "epochs": total_steps(job) / job.plan().steps_per_epoch,
+    }
+    in_first = ("training.learning_rate", "lora.r", "training.global_batch_size", "training.num_train_epochs")
+    given = {
+        name: value for name, value in tensorboard_pages.flat(resolved) if name in config.given and name not in in_first
+    }
+    about = {"world_size": known["world_size"], "device": job.hardware.name, "backend": job.stack.backend}
 
     return Dashboard(
         texts={
@@ -279,6 +288,7 @@ def dashboard(
             "3 run": tensorboard_pages.facts_page(run),
             "4 configuration": tensorboard_pages.configuration_page(resolved, config.given),
         },
+        first_hyperparameters=first,
         hyperparameters=given | about,
         review=lambda: review.markdown(record.path.parent),
         divergence=review.divergence if config.training.stop_on_divergence else None,

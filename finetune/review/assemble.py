@@ -16,7 +16,7 @@ from finetune.review.finding import Finding
 from finetune.review.rules import memory, speed, timing
 from finetune.review.rules.ranks import scaling
 from finetune.review.run import Run
-from finetune.review.values import mapping, number, text
+from finetune.review.values import mapping, number, sequence, text
 from finetune.review.verdict import findings, verdict
 from finetune.runtime import tags
 from finetune.runtime.files import plain
@@ -46,6 +46,7 @@ class Reviewed:
             "verdict": self.verdict,
             "confidence": self.confidence,
             "status": run.status,
+            "about": about(run),
             "findings": [one.to_dict() for one in self.findings],
             "metrics": metrics(run),
             "bars": bars(run),
@@ -112,6 +113,39 @@ def unique_names(read: Sequence[Run]) -> list[str]:
 # --- parts of a run -------------------------------------------------------------------------------------------------
 
 
+def about(run: Run) -> dict[str, Any]:
+    """What ran: when, model, rows, hardware, versions, and the settings that differ from their defaults."""
+    model = text(run.at("config.model.model_name_or_path"))
+    versions = {text(name) or "?": text(one) for name, one in mapping(run.at("versions")).items()}
+    return {
+        "began": run.began,
+        "ended": run.ended,
+        "model": model,
+        "model_id": run.model_id,
+        "data": _sources(run),
+        "hardware": run.hardware,
+        "world_size": run.world_size,
+        "steps": run.steps,
+        "resumed_at": run.resumed_at,
+        "versions": {name: one for name, one in versions.items() if one},
+        "settings": {key: value for key, value in changed_settings(run).items() if key not in _NAMED_BEFORE},
+    }
+
+
+_NAMED_BEFORE = ("model.model_name_or_path", "training.output_dir", "training.overwrite_output_dir")
+
+
+def _sources(run: Run) -> list[str]:
+    """Where the training rows came from, and the held-out rows."""
+    data = mapping(run.at("config.data"))
+    mixed = [mapping(one) for one in sequence(data.get("train"))[:16]]
+    values = [data.get("train_file"), data.get("dataset_name"), *(one.get("file") or one.get("name") for one in mixed)]
+    files = [one for value in values for one in (sequence(value) or [value])]
+    found = [name for one in files[:16] if (name := text(one))]
+    held_out = text(data.get("eval_file"))
+    return found + ([f"held out: {held_out}"] if held_out else [])
+
+
 def metrics(run: Run) -> dict[str, float | None]:
     """Typical values by `tags.Metric.name`: medians after the warm-up; of losses, tokens and memory the last or the
     largest value. What is not recorded is absent."""
@@ -119,7 +153,8 @@ def metrics(run: Run) -> dict[str, float | None]:
     for metric in tags.METRICS:
         if not metric.per_rank:
             found[metric.name] = run.typical(metric.name)
-    for name in ("tokens_seen", "hours", "learning_rate", "eval_loss", "eval_perplexity", "eval_token_accuracy"):
+    found["hours"] = hours(run)
+    for name in ("tokens_seen", "learning_rate", "eval_loss", "eval_perplexity", "eval_token_accuracy"):
         found[name] = run.series(name).last
     losses = run.series("loss").finite().values
     found["loss"] = float(np.median(losses[-max(3, len(losses) // 10) :])) if len(losses) else None
@@ -141,6 +176,15 @@ def metrics(run: Run) -> dict[str, float | None]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def hours(run: Run) -> float | None:
+    """Hours of training: the sum of all sessions of a resumed run, each of which counts from zero."""
+    values = run.series("hours").finite().values
+    if not len(values):
+        return None
+    ends = np.append(values[1:] < values[:-1], True)
+    return float(values[ends].sum())
+
+
 def _largest(run: Run, name: str) -> float | None:
     series = [run.series(name, n).finite().values for n in run.ranks_with(name)]
     values = [float(one.max()) for one in series if len(one)]
@@ -148,7 +192,10 @@ def _largest(run: Run, name: str) -> float | None:
 
 
 def bars(run: Run) -> dict[str, dict[str, float]]:
-    """By rank, the seconds of each phase of a typical step; of a run without ranks.jsonl the mean under "all"."""
+    """By rank, the seconds of each phase of a typical step; of a run without ranks.jsonl the mean under "all".
+
+    Medians do not add up: the phases are scaled so that their sum is the median step.
+    """
     found: dict[str, dict[str, float]] = {}
     by_rank = run.ranks is not None
     names = [str(number) for number in run.ranks.numbers] if run.ranks is not None else ["all"]
@@ -159,6 +206,11 @@ def bars(run: Run) -> dict[str, dict[str, float]]:
             finite = column[np.isfinite(column)]
             if len(finite):
                 found.setdefault(name, {})[phase] = float(np.median(finite))
+        steps = run.phase("step")
+        step = _finite_median(steps[:, place] if by_rank and steps.size else steps.ravel())
+        total = sum(found.get(name, {}).values())
+        if step and total > 0:
+            found[name] = {phase: seconds * step / total for phase, seconds in found[name].items()}
     return found
 
 
@@ -190,15 +242,21 @@ def tokens_at(run: Run, steps: np.ndarray) -> list[float | None]:
 
 
 def ranks(run: Run) -> list[dict[str, Any]]:
-    """Per rank: host, device, and medians after the warm-up; null where not recorded."""
+    """Per rank: host, device, and medians after the warm-up; null where not recorded. Times are those of `bars`."""
     if run.ranks is None:
         return []
-    names = {"step": "step", "own_work": "own_work", "data_wait": "data_wait", "communication": "communication"}
-    names |= {"utilization": "gpu_utilization", "sm_clock_mhz": "gpu_sm_clock_mhz", "throttled": "gpu_throttled"}
+    phases = bars(run)
+    names = {"utilization": "gpu_utilization", "sm_clock_mhz": "gpu_sm_clock_mhz", "throttled": "gpu_throttled"}
     names |= {"power_w": "gpu_power_w", "temperature_c": "gpu_temperature_c", "tokens": "tokens"}
     found = []
     for place, rank in enumerate(run.ranks.numbers):
         one: dict[str, Any] = {"rank": rank, **run.ranks.about[place]}
+        own = phases.get(str(rank), {})
+        step, waits = (sum(own.values()) if own else None), own.get("communication")
+        one |= {"step": step, "communication": waits, "data_wait": own.get("data_wait")}
+        one["own_work"] = (
+            step - (waits or 0.0) if step is not None and (waits is not None or run.world_size == 1) else None
+        )
         for name, column in names.items():
             one[name] = _finite_median(run.ranks.column(column)[:, place])
         for name in ("peak_gib", "reserved_gib"):
@@ -323,16 +381,19 @@ def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> dict[str, Any]:
 
 
 def at_equal_tokens(read: Sequence[Run]) -> list[dict[str, Any]]:
-    """The training loss of each run after the same numbers of tokens; empty if a run has no count of tokens."""
+    """The training losses of the runs of each model after the same numbers of tokens; None for the other runs. Without
+    runs that have no count of tokens, and without models of which there is one run."""
     curves = [_loss_by_tokens(run) for run in read]
-    if any(one is None for one in curves):
-        return []
-    known = [one for one in curves if one is not None]
-    common = min(float(tokens[-1]) for tokens, _ in known)
     rows = []
-    for share in AT_TOKENS:
-        at = share * common
-        rows.append({"tokens": round(at), "loss": [_smoothed(tokens, loss, at) for tokens, loss in known]})
+    for model in dict.fromkeys(run.model_id for run in read):
+        of_model = [one if run.model_id == model else None for run, one in zip(read, curves, strict=True)]
+        ends = [float(one[0][-1]) for one in of_model if one is not None]
+        if len(ends) < 2:
+            continue
+        for share in AT_TOKENS:
+            at = share * min(ends)
+            losses = [None if one is None else _smoothed(*one, at) for one in of_model]
+            rows.append({"model_id": model, "tokens": round(at), "loss": losses})
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from finetune.errors import UserError
 from finetune.review import run as runs
 from finetune.review.assemble import Review, review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
@@ -15,7 +16,7 @@ PURPOSE = (
     " RUN is the output folder of a run, a folder of TensorBoard events (TRL's and Unsloth's included), or a folder of"
     " runs."
 )
-NOTES = "Exit code 0: reviewed, 1: with --strict, a finding is a warning, 2: no run."
+NOTES = "Exit code 0: reviewed, 1: with --strict, a finding is a warning, 2: no run, or an unknown rule."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,8 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 def own_options() -> Options:
     """The options of this command."""
     found = Options("review", PURPOSE, notes=NOTES, configuration=False, usage="RUN [RUN ...] [options]")
-    found.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run, or of several")
+    found.add_argument("runs", nargs="*", type=path, metavar="RUN", help="folder of a run, or of several")
     found.add("--html", path, "FILE", "also write one page that needs no server and no network")
+    found.add("--explain", str, "RULE", "explain a rule, such as host-bound, and review nothing")
     found.add_switch("--strict", "exit with 1 if a finding is a warning")
     return found
 
@@ -36,9 +38,16 @@ def run(argv: list[str]) -> int:
     """Read, judge, print, write.
 
     Raises:
-        UserError: no run, or unknown options.
+        UserError: no run, an unknown rule, or unknown options.
     """
     options, _ = own_options().split(argv)
+    if options.explain is not None:
+        from finetune.review import explain
+
+        print_line(explain.rule(options.explain))
+        return DONE
+    if not options.runs:
+        raise UserError("no run was given. Give the training.output_dir of a run, or a folder of runs.")
     result = review(expand(options.runs))
     show(result)
     if options.json:

@@ -48,6 +48,42 @@ class Finding:
 Rule = Callable[[Run, Sequence[Run]], Finding | None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A rule for a reader who meets it for the first time, in Markdown without markup but `code`.
+
+    Attributes:
+        question: what the rule answers, in the reader's words.
+        sees: what the reader sees of it.
+        means: what happens in the machine.
+        measured: from which figures, and from which threshold on.
+        example: what it said about a real run.
+        source: where that run is recorded.
+        remedy: what to do.
+        brings: what that should bring.
+    """
+
+    question: str
+    sees: str
+    means: str
+    measured: str
+    example: str
+    source: str
+    remedy: str
+    brings: str
+
+    def parts(self) -> dict[str, str]:
+        """Heading -> text, in the order in which they are read."""
+        return {
+            "What you see": self.sees,
+            "What it means": self.means,
+            "How it is measured": self.measured,
+            "Example": f"{self.example.removesuffix('.')} ({self.source}).",
+            "What to do": self.remedy,
+            "What that brings": self.brings,
+        }
+
+
 def confidence(value: float, threshold: float, samples: int) -> str:
     """How sure a finding is: by its distance from the threshold and by the number of samples behind it."""
     if samples < 3:
@@ -61,12 +97,21 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits, in ms below 0.1 s, in minutes and hours from 600 s on."""
+    """Seconds with three digits, in us and ms below 0.1 s, in minutes and hours from 600 s on."""
+    if 0 < abs(seconds) < 1e-4:
+        return f"{1e6 * seconds:.3g} us"
     if abs(seconds) < 0.1:
         return f"{1e3 * seconds:.3g} ms"
     if abs(seconds) < 600:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, or hours: 0:53, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def number(value: float) -> str:

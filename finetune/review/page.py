@@ -6,10 +6,18 @@ import base64
 import hashlib
 import json
 import math
+import time
+from collections.abc import Sequence
+from html import escape
 from importlib import resources
 from typing import Any
 
-from finetune.runtime.tags import METRICS, PHASES
+from finetune.review import labels
+from finetune.review.rules import EXPLANATIONS
+from finetune.runtime.tags import PHASES
+from finetune.text import counted
+
+NAMED = 3  # runs in a title
 
 # Nothing is loaded and only this script runs, whatever the names in a review contain.
 _PAGE = """<!doctype html>
@@ -19,7 +27,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 script-src 'sha256-{digest}'">
-<title>Review</title>
+<title>{title}</title>
 </head>
 <body>
 <script type="application/json" id="review">{data}</script>
@@ -30,33 +38,39 @@ script-src 'sha256-{digest}'">
 
 
 def content(review: dict[str, Any]) -> dict[str, Any]:
-    """A review with what else the tab needs: the phases in order, and label, unit and meaning of each metric.
+    """A review with what else the tab needs: the phases in order, label, unit and meaning of each metric, and what
+    the rules mean that found something.
 
     Args:
         review: `finetune.review.review(...).to_dict()`.
     """
-    names = {
-        metric.name: {"label": _label(metric.tag), "unit": metric.unit, "meaning": metric.meaning} for metric in METRICS
+    found = {finding["rule"] for run in review["runs"] for finding in run.get("findings", [])}
+    rules = {
+        name: {"question": one.question, "parts": one.parts()} for name, one in EXPLANATIONS.items() if name in found
     }
-    return _without_nan({**review, "phases": PHASES, "names": names})
+    return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
 
 
 def html(review: dict[str, Any]) -> str:
-    """A review as one file of HTML: it holds script and data, asks no host, and shows what the Review tab shows.
+    """A review as one file of HTML: it holds script and data, asks no host, and shows what the Review tab shows, under
+    a heading that says what was reviewed and when.
 
     Args:
         review: `finetune.review.review(...).to_dict()`.
     """
+    heading = title([run["run"] for run in review["runs"]])
+    report = {"title": heading, "written": time.time()}
     # "<" would let a run's name end the script element. `dumps` escapes non-ASCII characters such as U+2028.
-    data = json.dumps(content(review), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(content(review) | {"report": report}, allow_nan=False).replace("<", "\\u003c")
     script = resources.files("finetune.review.board").joinpath("tab.js").read_text(encoding="utf-8") + "\nrender();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _PAGE.format(digest=digest, data=data, script=script)
+    return _PAGE.format(digest=digest, data=data, script=script, title=escape(heading))
 
 
-def _label(tag: str) -> str:
-    """A tag without its group and unit: what people call the metric."""
-    return tag.partition("/")[2].partition(" [")[0].removesuffix(" of rank {n}")
+def title(names: Sequence[str]) -> str:
+    """Names the runs: at most three, and how many more there are."""
+    shown = ", ".join(names[:NAMED])
+    return f"Review of {shown}" + (f" and {counted(len(names) - NAMED, 'more run')}" if len(names) > NAMED else "")
 
 
 def _without_nan(value: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.review import assemble
 from finetune.review import run as runs
 from finetune.review.assemble import Review, Reviewed
-from finetune.review.finding import duration, number, percent
+from finetune.review.finding import clock, duration, number, percent
+from finetune.review.labels import label
 from finetune.runtime import tags
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ NOT_RECORDED = "not recorded"
 SHOWN_FINDINGS = 12
 SHOWN_KEYS = 40
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
-PARTS = {"step_seconds": "step time", "peak_memory_gib": "peak memory", "tokens_per_second_per_gpu": "tokens/s per GPU"}
+PARTS = {
+    "step_seconds": "step time",
+    "peak_memory_gib": "peak memory",
+    "tokens_per_second_per_gpu": "tokens/s per device",
+}
 SHOWN = (  # metrics of the table, in its order
     *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped"),
     *("weights_unchanged", "tokens_per_gpu", "tokens_total"),
@@ -29,7 +34,6 @@ SHOWN = (  # metrics of the table, in its order
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )
 SUMMARY = ("loss", "eval_loss", "tokens_per_gpu", "mfu", "step_seconds", "padding", "peak_of_rank")
-_NAMES = {"peak_of_rank": "peak memory, fullest rank", "gpu_utilization": "GPU utilization"}
 
 
 def show(review: Review, console: Console) -> None:
@@ -126,15 +130,11 @@ def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
     return rows
 
 
-def label(name: str) -> str:
-    """A metric's name without group and unit."""
-    return _NAMES.get(name) or tags.BY_NAME[name].tag.partition("/")[2].partition(" [")[0]
-
-
 def value_with_unit(name: str, value: float) -> str:
     """A metric's value as it is read: shares in percent, times in a fitting unit."""
     unit = tags.BY_NAME[name].unit
-    written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": lambda one: f"{number(one)}/s"}
+    written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": number}
+    written |= {"h": lambda hours: clock(3600 * hours)}
     if unit in written:
         return written[unit](value)
     return f"{number(value)} {unit}".strip()
@@ -149,13 +149,6 @@ def setting_rows(configuration: Sequence[dict[str, Any]]) -> list[list[str]]:
         width = len(shown[0]) - 1
         shown = [*shown[:SHOWN_KEYS], [f"... {len(shown) - SHOWN_KEYS} more", *[""] * width]]
     return shown
-
-
-def _setting(value: Any) -> str:
-    """As in YAML."""
-    if value is None:
-        return NOT_RECORDED
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _SCALING = (
@@ -187,7 +180,7 @@ def scaling_rows(scaling: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def token_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Learning curves at equal tokens, a line per number of tokens."""
+    """Learning curves at equal tokens, a line per number of tokens; of runs of several models, some in each."""
     return [[f"{row['tokens']:,.0f}", *(_cell(loss, number) for loss in row["loss"])] for row in rows]
 
 
@@ -218,7 +211,9 @@ def markdown(folder: Path) -> str:
 
 def to_markdown(one: Reviewed) -> str:
     """Verdict, findings, metrics, predictions."""
-    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}. Status: {one.run.status}.", ""]
+    # A page that is written while the run goes on stays when it has ended: it must not say "running" then.
+    status = "" if one.run.status == "running" else f" Status: {one.run.status}."
+    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}.{status}", ""]
     lines += [f"{escaped(problem)}\n" for problem in one.run.problems]
     if one.findings:
         findings = [

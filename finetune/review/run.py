@@ -133,6 +133,37 @@ class Run:
         )
 
     @functools.cached_property
+    def model_id(self) -> str:
+        """Tells models apart whose losses cannot be compared: fingerprint of the weights, else the name; "" if neither
+        is recorded."""
+        weights = text(mapping(self.at("settings")).get("base weights"))
+        return weights or self.text("config.model.model_name_or_path") or ""
+
+    @functools.cached_property
+    def resumed_at(self) -> int | None:
+        """The step after which this process went on, of a resumed run: times of run.json begin there."""
+        found = re.search(r"checkpoint-(\d{1,12})/?$", self.text("resumed_from") or "")
+        return int(found.group(1)) if found else None
+
+    @functools.cached_property
+    def began(self) -> float | None:
+        """When the first step that counts was recorded, in seconds since the epoch."""
+        return min(self._times, default=None)
+
+    @functools.cached_property
+    def ended(self) -> float | None:
+        """When the last value was recorded, in seconds since the epoch."""
+        return max(self._times, default=None)
+
+    @functools.cached_property
+    def _times(self) -> list[float]:
+        """Ends of what was recorded when."""
+        known = [one.times for one in self.scalars.values() if len(one)]
+        known += [self.ranks.times] if self.ranks is not None and len(self.ranks.times) else []
+        finite = [times[np.isfinite(times) & (times > 0)] for times in known]
+        return [float(end) for times in finite if len(times) for end in (times.min(), times.max())]
+
+    @functools.cached_property
     def steps(self) -> int | None:
         """Optimizer steps that are complete."""
         known = [count(self.at("steps")) or 0, int(self.ranks.steps[-1]) if self.ranks is not None else 0]

@@ -282,9 +282,10 @@ METRICS = (
     Metric(name="slowest_rank", tag="5 ranks/slowest rank", unit="", meaning="Number of the rank with the most work."),
     Metric(
         name="lost_to_slowest",
-        tag="5 ranks/lost to it [0-1]",
+        tag="5 ranks/lost to the slowest [0-1]",
         unit="0-1",
         meaning="Share of a step that the median rank waits for the slowest.",
+        also=("5 ranks/lost to it [0-1]",),
     ),
     Metric(
         name="peak_of_rank",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,19 @@ def environment(cache: Path, **extra: str) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [_AT_START.get("PYTHONPATH")])])
     own = {"OMP_NUM_THREADS": "1", "FINETUNE_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     return env | own | extra
+
+
+@contextlib.contextmanager
+def dashboard(folder: Path, *, cache: Path) -> Iterator[str]:
+    """`finetune dashboard` on the runs below a folder, in a process. Its address, without a slash at the end."""
+    start = [*command("python"), "-m", "finetune", "dashboard", str(folder), "--port", "0"]
+    process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=environment(cache))
+    assert process.stdout is not None
+    try:
+        yield next(found.group(1) for line in process.stdout if (found := re.search(r"(http://\S+?)/?#finetune", line)))
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def command(how: str) -> list[str]:

@@ -424,6 +424,46 @@ def test_learning_curves_are_compared_at_equal_tokens(tmp_path: Path) -> None:
     assert rows[-1]["loss"] == [pytest.approx(2.05, abs=0.02), pytest.approx(1.05, abs=0.02)]
 
 
+def test_losses_of_different_models_are_not_compared(tmp_path: Path) -> None:
+    tokens = {"tokens_seen": (list(range(1, 201)), [100.0 * step for step in range(1, 201)])}
+    for name, weights in (("a", "x"), ("b", "y"), ("c", "x")):
+        make_run(tmp_path / name, series=tokens, record={"settings": {"base weights": weights}})
+    rows = review([tmp_path / name for name in "abc"]).to_dict()["comparison"]["at_equal_tokens"]
+    assert {row["model_id"] for row in rows} == {"x"} and len(rows) == 4
+    assert all(row["loss"][1] is None and row["loss"][0] == row["loss"][2] for row in rows)
+    assert review([tmp_path / name for name in "ab"]).to_dict()["comparison"]["at_equal_tokens"] == []
+
+
+def test_time_of_a_resumed_run_is_that_of_all_sessions(tmp_path: Path) -> None:
+    """Each process counts its hours from zero."""
+    hours = {"hours": ([50, 100, 150, 200], [0.5, 1.0, 0.25, 0.75])}
+    make_run(tmp_path, series=hours, record={"resumed_from": "out/checkpoint-100"})
+    one = review([tmp_path]).to_dict()["runs"][0]
+    assert one["metrics"]["hours"] == pytest.approx(1.75) and one["about"]["resumed_at"] == 100
+
+
+def test_own_work_is_the_step_minus_communication_in_the_bar_and_in_the_table(tmp_path: Path) -> None:
+    """Medians of unsteady phases do not add up to the median step by themselves."""
+    one = review([make_run(tmp_path, jitter=0.3, slow={1: {"forward": 0.4}})]).to_dict()["runs"][0]
+    for row in one["ranks"]:
+        bar = one["bars"][str(row["rank"])]
+        assert sum(bar.values()) == pytest.approx(row["step"])
+        assert row["own_work"] == pytest.approx(row["step"] - bar["communication"])
+        assert row["communication"] == bar["communication"] and row["data_wait"] == bar["data_wait"]
+    assert one["ranks"][1]["own_work"] > one["ranks"][0]["own_work"] + 0.2
+
+
+def test_a_review_knows_what_ran(tmp_path: Path) -> None:
+    config = {"model": {"model_name_or_path": "org/model"}, "training": {"learning_rate": 7e-5, "seed": 42}}
+    config |= {"data": {"train": [{"file": "a.jsonl"}, {"name": "org/rows"}], "eval_file": "held.jsonl"}}
+    make_run(tmp_path, record={"config": config, "versions": {"torch": "2.13.0", "unsloth": None}})
+    about = review([tmp_path]).to_dict()["runs"][0]["about"]
+    assert about["model"] == "org/model" and about["data"] == ["a.jsonl", "org/rows", "held out: held.jsonl"]
+    assert about["versions"] == {"torch": "2.13.0"} and about["hardware"] == "NVIDIA H200"
+    assert about["settings"]["training.learning_rate"] == 7e-5 and "training.seed" not in about["settings"]
+    assert about["began"] is not None and about["ended"] >= about["began"]
+
+
 def test_curves_stay_short_and_keep_what_is_not_finite(tmp_path: Path) -> None:
     loss = synthetic.losses(3000)
     loss[2000] = math.nan
@@ -442,12 +482,20 @@ def test_json_has_no_secrets(tmp_path: Path) -> None:
     assert "401 for ***" in content
 
 
+def test_the_page_of_a_running_run_does_not_say_so(tmp_path: Path) -> None:
+    """It is still there when the run has ended."""
+    newest = make_run(tmp_path, record={"status": "running"})
+    assert "running" not in markdown(newest)
+    (tmp_path / "run.json").write_text(json.dumps({"status": "done"}))
+    assert "Status: done." in markdown(tmp_path)
+
+
 def test_markdown_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.review import assemble
 
     make_run(tmp_path, slow={1: {"forward": 0.5}})
     text = markdown(tmp_path)
-    assert text.startswith("**rank 1") and "| straggler | warning |" in text and "| step |" in text
+    assert text.startswith("**rank 1") and "| straggler | warning |" in text and "| step time |" in text
     assert "could not be reviewed" in markdown(tmp_path / "missing")
     monkeypatch.setattr(assemble, "findings", lambda *_: 1 / 0)
     assert "could not be reviewed: ZeroDivisionError" in markdown(tmp_path)

@@ -490,3 +490,36 @@ def test_divergence_of_a_running_run() -> None:
     assert learning.divergence(falling) is None and learning.divergence(falling[:5]) is None
     rising = [*falling, *(0.7 + 0.1 * step for step in range(60))]
     assert "the lowest was 0." in str(learning.divergence(rising))
+
+
+def resumed(**record: Any) -> Run:
+    """80 steps, of which the last 40 are of this session: eight evaluations in each."""
+    every_5 = {"eval_loss": (list(range(0, 81, 5)), [1.0 - step / 1000 for step in range(0, 81, 5)])}
+    training = {"learning_rate": 1e-3, "eval_steps": 5, "max_steps": 80}
+    content = {"evaluation_seconds": 30.0, "saving_seconds": 2.0, "training_seconds": 100.0, "steps": 80}
+    return run(loss=losses(80), count=8, series=every_5, record=content | {"config": {"training": training}} | record)
+
+
+def test_evaluating_more_rarely_saves_what_the_finding_says() -> None:
+    """30 of 100 s are evaluations every 5 steps. Every 20 steps they take 7.5 s."""
+    found = speed.evaluation_share(resumed())
+    assert found is not None and found.advice.startswith("training.eval_steps: 20,")
+    assert found.gain == "every 20 steps instead of every 5: -22 % wall time"  # 22.5 of 100 s
+    assert "in 16 pauses." in found.evidence and "resumed" not in found.evidence
+
+
+def test_a_short_run_is_not_told_to_evaluate_after_its_end() -> None:
+    few = {"learning_rate": 1e-3, "eval_steps": 2, "max_steps": 6}
+    found = speed.evaluation_share(replace_steps(resumed(config={"training": few}), 6))
+    assert found is not None and found.advice.startswith("training.eval_steps: 6,")
+    assert found.gain == "every 6 steps instead of every 2: -20 % wall time"  # two of three evaluations
+
+
+def replace_steps(one: Run, steps: int) -> Run:
+    kept = {tag: series for tag, series in one.scalars.items() if "eval" in tag}
+    return replace(one, record=one.record | {"steps": steps}, scalars=kept, ranks=None)
+
+
+def test_figures_of_a_resumed_run_say_since_when() -> None:
+    found = speed.evaluation_share(resumed(resumed_from="outputs/x/checkpoint-40"))
+    assert found is not None and "in 8 pauses. Counted since step 40, where the run was resumed." in found.evidence

@@ -87,7 +87,7 @@ class Monitor:
         self._accounts: list[tuple[int, float]] = []  # (step of this process, exposed seconds), to be used
         self._account: tuple[float, float] | None = None  # DDP's last report
         self._last_totals: dict[int, float] = {}
-        self._exposed: float | None = 0.0 if distributed.ranks().world_size == 1 else None
+        self._exposed_share: float | None = 0.0 if distributed.ranks().world_size == 1 else None
         self.exposed: list[float] = []  # seconds of each step that DDP measured
         self._kept: list[dict[str, list[float]]] | None = None
         self._sampler: Any = None
@@ -198,14 +198,12 @@ class Monitor:
         accounted = [(by_step[step], exposed) for step, exposed in self._accounts if step in by_step]
         self._accounts.clear()
         self._last_totals = dict(list(by_step.items())[-1:])
-        if accounted:
-            self._exposed = median(exposed for _, exposed in accounted)
-        phases = typical_step(steps, totals, self._exposed)
-        if distributed.ranks().world_size == 1:
-            own = phases["step"]
-        else:
-            own = median(max(total - exposed, 0.0) for total, exposed in accounted) if accounted else math.nan
-        return phases | {"own_work": own}
+        if accounted:  # as a share: the step that DDP measured may take longer than the typical one
+            self._exposed_share = median(exposed / total if total else 0.0 for total, exposed in accounted)
+        step = median(totals) if totals else 0.0
+        phases = typical_step(steps, totals, None if self._exposed_share is None else self._exposed_share * step)
+        measured = accounted or distributed.ranks().world_size == 1
+        return phases | {"own_work": phases["step"] - phases["communication"] if measured else math.nan}
 
     def _memory(self) -> dict[str, float]:
         window = peak_memory.take_window()

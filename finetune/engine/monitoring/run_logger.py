@@ -74,7 +74,8 @@ class Dashboard:
     """What the logger cannot know by itself."""
 
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
-    hyperparameters: dict[str, Any] = field(default_factory=dict)  # of the HPARAMS table
+    first_hyperparameters: dict[str, float] = field(default_factory=dict)  # first columns of the HPARAMS table
+    hyperparameters: dict[str, Any] = field(default_factory=dict)  # its other columns
     review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
     divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
     samples: Callable[[], Result] | None = None  # answers of the current model; called on every rank
@@ -190,7 +191,8 @@ class RunLogger(TrainerCallback):
             self.writer.add_custom_scalars(tensorboard_pages.layout())
             for name, text in self.dashboard.texts.items():
                 self.writer.add_text(name, text, state.global_step)
-            for summary in tensorboard_pages.hyperparameters(self.dashboard.hyperparameters):
+            columns = self.dashboard.first_hyperparameters, self.dashboard.hyperparameters
+            for summary in tensorboard_pages.hyperparameters(*columns):
                 self.writer.add_summary(summary, state.global_step)
             self.writer.add_histogram(tag("document_length"), self.layout.rows.lengths, state.global_step)
             ranks = [{"rank": rank, **facts} for rank, facts in enumerate(here)]

@@ -52,7 +52,7 @@ def layout() -> dict[str, dict[str, list[Any]]]:
             "supervised tokens per step": lines("supervised_tokens"),
         },
         "3 Is it fast?": {
-            "tokens per second per GPU": lines("tokens_per_gpu"),
+            "tokens per second per device": lines("tokens_per_gpu"),
             "MFU [0-1]": lines("mfu"),
             "step [s]": lines("step_seconds"),
             "padding [0-1]": lines("padding"),
@@ -168,33 +168,51 @@ def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
     return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
 
 
-def hyperparameters(values: dict[str, Any]) -> list[Any]:
-    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)"""
+def hyperparameters(first: dict[str, float], others: dict[str, Any]) -> list[Any]:
+    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)
+
+    Args:
+        first: the first columns, in this order. TensorBoard takes the columns from any one run, so all runs have them.
+        others: further columns, which TensorBoard sorts.
+    """
+    from tensorboard.plugins.hparams import metadata
     from torch.utils.tensorboard.summary import hparams
 
-    plain = {
+    shown = {f"{place} {name}": name for place, name in enumerate(first, start=1)}  # columns are sorted by name
+    values = {number: float(first[name]) for number, name in shown.items()} | {
         name: value
         if isinstance(value, int | float) and not isinstance(value, bool)
         else str(value).encode(errors="backslashreplace").decode()  # the name of a file may be no text
-        for name, value in values.items()
+        for name, value in others.items()
         if value is not None
     }
-    experiment, begin, _ = hparams(plain, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
-    return [experiment, begin]
+    experiment, begin, _ = hparams(values, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
+    columns: Any = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
+    for column in columns.hparam_infos:
+        column.display_name = shown.get(column.name, "")
+    return [_with_content(experiment, experiment=columns), begin]
+
+
+def _with_content(summary: Any, **content: Any) -> Any:
+    """A summary of the HPARAMS plugin with this content in place of its own."""
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    data = getattr(plugin_data_pb2, "HParamsPluginData")(**content)  # noqa: B009 - made at run time
+    summary.value[0].metadata.CopyFrom(metadata.create_summary_metadata(data))
+    return summary
 
 
 def session_end(*, succeeded: bool) -> Any:
     """The summary that ends the run's row in HPARAMS."""
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+    from tensorboard.plugins.hparams import metadata
     from torch.utils.tensorboard.summary import hparams
 
     end = hparams({}, {})[2]  # of a success
-    if not succeeded:
-        content: Any = metadata.parse_session_end_info_plugin_data(end.value[0].metadata.plugin_data.content)
-        content.status = 2  # STATUS_FAILURE in tensorboard/plugins/hparams/api.proto
-        data = getattr(plugin_data_pb2, "HParamsPluginData")(session_end_info=content)  # noqa: B009 - made at run time
-        end.value[0].metadata.CopyFrom(metadata.create_summary_metadata(data))
-    return end
+    if succeeded:
+        return end
+    content: Any = metadata.parse_session_end_info_plugin_data(end.value[0].metadata.plugin_data.content)
+    content.status = 2  # STATUS_FAILURE in tensorboard/plugins/hparams/api.proto
+    return _with_content(end, session_end_info=content)
 
 
 def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 Each is a pure function of a run, and of the runs it is compared with, that returns a `Finding` or None. Thresholds are
 constants beside the rule, and its docstring names their source. "Calibrated" means at least three times the largest
-value of all healthy fixtures, which tests/review recomputes.
+value of all healthy fixtures, which tests/review recomputes. `EXPLANATIONS` at the end of each module is what users
+read of its rules.
 """
 
-from finetune.review.finding import Rule
+from finetune.review.finding import Explanation, Rule
 from finetune.review.rules import data, hang, learning, memory, ranks, speed, straggler
 
 RULES: dict[str, Rule] = {
@@ -34,3 +35,14 @@ RULES: dict[str, Rule] = {
     "plateau": learning.plateau,
     "too-slow": learning.too_slow,
 }
+
+_EXPLANATIONS: dict[str, Explanation] = {
+    **hang.EXPLANATIONS,
+    **learning.EXPLANATIONS,
+    **data.EXPLANATIONS,
+    **straggler.EXPLANATIONS,
+    **speed.EXPLANATIONS,
+    **ranks.EXPLANATIONS,
+    **memory.EXPLANATIONS,
+}
+EXPLANATIONS: dict[str, Explanation] = {name: _EXPLANATIONS[name] for name in RULES}

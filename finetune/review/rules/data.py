@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.review.finding import Finding, percent
+from finetune.review.finding import Explanation, Finding, percent
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, text
 from finetune.text import counted
@@ -114,3 +114,49 @@ def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
 
 
 _LONGER = "a larger data.max_length"
+
+
+EXPLANATIONS = {
+    "leak": Explanation(
+        question="Are rows of the evaluation also in the training data?",
+        sees="The evaluation loss is lower than it should be, and falls as long as the training loss does.",
+        means="The model has trained on the very rows it is then examined on. The figure measures memory, not what the "
+        "model does with new rows.",
+        measured="While the data is prepared, the token ids of every held-out row are compared with all training rows. "
+        "One equal row is enough.",
+        example="5 of 21 evaluation rows have the same tokens as a training row (threshold 1); the first is "
+        "eval.jsonl, line 17.",
+        source="tests/review/fixtures/leak, two CPU ranks",
+        remedy="Remove these rows from the training file, or set data.eval_fraction instead of data.eval_file: it "
+        "splits without overlap.",
+        brings="An evaluation loss that says how the model does on rows that it has not seen.",
+    ),
+    "rows-lost": Explanation(
+        question="How many of the rows were dropped or cut?",
+        sees="The run trains on fewer rows than the file has, or on their beginnings only.",
+        means="A row without an answer to train on, with an unknown role or with an unsuitable shape is dropped; one "
+        "longer than data.max_length is cut, and what is cut is often the answer.",
+        measured=f"The ledger of `run.json` counts each reason. Dropped rows count from {percent(DROPPED)} of the rows "
+        f"read on, truncated ones from {percent(TRUNCATED)}, in any split.",
+        example="train: 67 of 400 rows (17 %, threshold 5.0 %) dropped, mostly for `no_assistant`, such as "
+        "train.jsonl:1.",
+        source="tests/review/fixtures/rows-lost, two CPU ranks",
+        remedy="`finetune prepare` prints each reason with the first row. Usual causes are other column names "
+        "(data.columns) and a data.max_length that is too small (data.over_length: split keeps the rest of long rows).",
+        brings="That share more of the rows to learn from.",
+    ),
+    "similar-steps": Explanation(
+        question="Is each step a random sample of the rows?",
+        sees="The training loss jumps up and down more than usual.",
+        means="If rows are sorted or grouped by length, one step holds only short rows and the next only long ones. "
+        "Short and long rows differ in content, so the model is pulled back and forth.",
+        measured="The mean length of the documents of each step varies over steps. The rule compares that spread with "
+        f"the one a random order would have; from {MIX:.1f} times on, steps are not random samples.",
+        example="Over steps, the mean document length has a standard deviation of 29.5 tokens; in random order it is "
+        "8.1, with 16 documents per step.",
+        source="tests/review/fixtures/similar-steps, two CPU ranks",
+        remedy="Set training.train_sampling_strategy: random, or data.packing: true, which has no padding to save by "
+        "grouping.",
+        brings="A lower held-out loss: grouping by length cost 1.4 % of it on GSM8K (docs/learning.md).",
+    ),
+}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Finding, confidence, duration, number, percent
+from finetune.review.finding import Explanation, Finding, confidence, duration, number, percent
 from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
 
@@ -40,7 +40,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="communication",
         level="warning",
-        headline="Communication between the GPUs limits the run",
+        headline="Communication between the ranks limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
         f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
@@ -216,3 +216,65 @@ def _mean(values: np.ndarray) -> float:
 def _median(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else np.nan
+
+
+EXPLANATIONS = {
+    "communication": Explanation(
+        question="Do the ranks spend their time exchanging gradients?",
+        sees="Two GPUs are much slower than twice one, and the bars of all ranks have a long part `communication`.",
+        means="With several GPUs, each computes the gradients of its own rows, and then all gradients are added up "
+        "over the connection between them. Most of that happens while the backward pass still computes, and costs "
+        "nothing. What remains is exposed communication: data travels and nobody computes.",
+        measured="Exposed communication as a share of the step, by DDP's own clock in one step per record. Reported "
+        f"from {percent(COMMUNICATION)} on, if no rank is behind and the rank that waits for nobody still has "
+        f"{percent(ALONE)}. From {percent(CHEAPER)} on, one GPU is likely cheaper.",
+        example="Gradients travel while nothing is computed for 25 % of the step of 45.1 ms on 2 ranks (threshold "
+        "10 %); no rank is behind. 15 % remain on the rank that waits for no other.",
+        source="tests/review/fixtures/communication, two CPU ranks",
+        remedy="More work per exchange: a larger training.per_device_train_batch_size or global_batch_size. LoRA "
+        "exchanges far fewer gradients than full fine-tuning. `finetune doctor` shows whether the GPUs are connected "
+        "directly (NVLink, peer access), `finetune advise` measures how many are worth it.",
+        brings="At most the exposed share of the step; about half of it with twice the work per step.",
+    ),
+    "efficiency": Explanation(
+        question="Is a second GPU worth it?",
+        sees="A run on several GPUs is reviewed together with a run of the same job on one GPU.",
+        means="Two GPUs cost twice as much per hour. If they are 1.3 times as fast, each row costs 1.5 times as much "
+        "as on one.",
+        measured="Rows per second, divided by those of the one-GPU run of the same model, rows and hardware and by the "
+        f"number of GPUs. Reported below {percent(EFFICIENCY)}, the limit of the published dual-GPU study.",
+        example="Two GPUs reach 0.79 times the throughput of one, an efficiency of 39 %: a classifier of 258,000 "
+        "parameters with 16 rows per step, whose step of 1.7 ms is too short to share",
+        source="two H200s, benchmarks/results/2026-11-22-study-h200.json",
+        remedy="Use one GPU (training.strategy: auto chooses), or give each GPU more work per step. The finding about "
+        "communication, the slowest rank or the host says what limits it.",
+        brings="On one GPU the same result at a lower cost; the finding has both figures.",
+    ),
+    "memory-uneven": Explanation(
+        question="Does one GPU need more memory than the others?",
+        sees="One GPU decides which micro-batch fits, while the others have room.",
+        means="Ranks get rows of about equal cost, so their peaks should be equal. If one is higher, it got longer "
+        "rows, or something else uses its GPU.",
+        measured=f"How far the highest peak is above the median of the others': reported above {percent(UNEVEN)} and "
+        f"{UNEVEN_GIB} GiB, on GPUs alone.",
+        example="No recorded run of this project meets it: two H200s with packed rows peaked at 4.01 and 4.05 GiB, "
+        "0.8 % apart",
+        source="tests/review/fixtures/h200-slow-rank, two H200s",
+        remedy="`nvidia-smi` shows other processes on that GPU. data.packing: true makes rows equally long.",
+        brings="Room for a larger micro-batch on all GPUs: the difference between the peaks.",
+    ),
+    "throttling": Explanation(
+        question="Does heat or a fault slow a GPU down?",
+        sees="The same run is slower than yesterday, or one GPU is slower than its neighbors.",
+        means="A GPU lowers its clock when it becomes too hot or the board asks for it, and computes more slowly by "
+        "the same ratio. The power cap does not count: it governs every GPU under full load.",
+        measured=f"NVML names such a reason in at least {percent(THROTTLED)} of the samples (one every 5 s), or the SM "
+        f"clock is below {percent(CLOCK)} of the others'.",
+        example="No recorded run of this project meets it. The closest: a slowed rank's clock was 1,665 MHz against "
+        "1,890 MHz on the other, 88 %, under the power cap alone",
+        source="two H200s, benchmarks/results/2026-11-23-dashboard-h200.json",
+        remedy="`nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE` on that host names the reason. Check cooling and the "
+        "power limit, or use another GPU.",
+        brings="Up to the ratio of the clocks.",
+    ),
+}

@@ -84,7 +84,7 @@ def evaluation_share(run: Run) -> float | None:
 
 
 def evaluation_seconds(run: Run) -> tuple[float | None, float]:
-    """Seconds of evaluation and saving, and of training with both."""
+    """Seconds of evaluation and saving, and of training with both, since `session_start`."""
     parts = [run.number("evaluation_seconds"), run.number("saving_seconds")]
     whole = run.number("training_seconds")
     if whole and all(part is not None for part in parts):
@@ -95,10 +95,18 @@ def evaluation_seconds(run: Run) -> tuple[float | None, float]:
     return spent, spent + float(np.nansum(run.ranks.step_seconds))
 
 
+def session_start(run: Run) -> int:
+    """The step after which the times of run.json begin: a resumed run counts anew. ranks.jsonl has all sessions."""
+    return run.resumed_at or 0 if run.number("training_seconds") else 0
+
+
 def pauses(run: Run) -> int:
-    """Evaluations while it trained, or records in which checkpoints were written: whichever were more."""
-    evaluations = len(run.series("eval_loss").after(0))
-    return max(evaluations, int((run.ranks.saving > 0).sum()) if run.ranks is not None else 0)
+    """Evaluations while it trained, or records in which checkpoints were written, whichever were more: since
+    `session_start`."""
+    start = session_start(run)
+    evaluations = len(run.series("eval_loss").after(start))
+    saved = int((run.ranks.saving[run.ranks.steps > start] > 0).sum()) if run.ranks is not None else 0
+    return max(evaluations, saved)
 
 
 def _lower_median(row: np.ndarray) -> float:

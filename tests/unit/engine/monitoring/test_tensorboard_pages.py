@@ -89,6 +89,22 @@ def test_the_configuration_page_begins_with_what_was_set() -> None:
     assert page.index("learning") < page.index("Defaults") < page.index("seed")
 
 
+def test_hparams_begin_with_the_learning_rate() -> None:
+    """TensorBoard sorts the columns by name and shows another name, if there is one."""
+    from tensorboard.plugins.hparams import metadata
+
+    first = {"learning rate": 1e-3, "rank": 8, "batch": 16, "epochs": 2.5}
+    experiment, begin = tensorboard_pages.hyperparameters(
+        first, {"GPU": "x", "data.max_length": 8, "lora": None, "a": True}
+    )
+    columns = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content).hparam_infos
+    shown = [column.display_name or column.name for column in sorted(columns, key=lambda one: one.name)]
+    assert shown == [*first, "GPU", "a", "data.max_length"]
+    values = metadata.parse_session_start_info_plugin_data(begin.value[0].metadata.plugin_data.content).hparams
+    assert values.keys() == {column.name for column in columns}
+    assert [values[name].number_value for name in sorted(values)[:4]] == list(first.values())
+
+
 def test_a_run_ends_in_hparams_with_its_status() -> None:
     from tensorboard.plugins.hparams import metadata
 
