@@ -93,6 +93,10 @@ class ByConfiguration(story.Door):
 
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         session.write_result(job.config, record.content)
+        if ended and distributed.ranks().is_main:
+            from finetune.export import card
+
+            card.try_write_of_run(record.path.parent, record.content)
         process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
         if ended and self._hooks.save is not None and distributed.ranks().is_main:
             session.export(job, record)

@@ -33,13 +33,11 @@ def run(speaker: Speaker, prompts: Sequence[str], batch_size: int, json: Path | 
         print_line(f"{counted(len(prompts), 'answer is', 'answers are')} in {json}.")
     else:
         _print(prompts, given)
-    unfinished = sum(not one.finished for one in given["answer"])
+    unfinished = [one.text for one in given["answer"] if not one.finished]
     if unfinished:
-        print_line(
-            f"{unfinished} of {len(prompts)} answers were cut at {counted(speaker.manner.max_new_tokens, 'token')}. "
-            "--max-new-tokens allows more.",
-            style="yellow",
-        )
+        at = counted(speaker.manner.max_new_tokens, "token")
+        remedy = speaker.remedy(unfinished)
+        print_line(f"{len(unfinished)} of {len(prompts)} answers were cut at {at}; {remedy}.", style="yellow")
     if "base" in given:
         same = sum(one.text == other.text for one, other in zip(given["answer"], given["base"], strict=True))
         print_line(f"{same} of {len(prompts)} answers are the same as the base model's.")

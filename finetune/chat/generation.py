@@ -150,6 +150,12 @@ class Speaker:
         system = f"system message {_short(self.system)!r}; " if self.system else ""
         return f"{manner}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
+    def remedy(self, cut: Sequence[str]) -> str:
+        """What to do about answers that were cut at the length limit: greedy ones may repeat themselves for ever."""
+        if not self.samples and any(map(repeats, cut)):
+            return "it repeats itself, as greedy answers may: --temperature 0.7 samples"
+        return "--max-new-tokens allows more"
+
     def facts(self) -> dict[str, Any]:
         """What the answers depend on, for --json."""
         config = self.settings(self.manner.max_new_tokens)
@@ -248,6 +254,15 @@ def _generated(model: Any, prompts: Sequence[list[int]], settings: Any, further:
         return complete(model, prompts, settings, **further)
     finally:
         model.generation_config = own
+
+
+REPEATED = 200  # characters at the end of an answer
+
+
+def repeats(text: str) -> bool:
+    """Whether a text ends in the same words again and again: three times, and over at least 30 characters."""
+    end = text[-3 * REPEATED :]
+    return any(end.endswith(end[-size:] * 3) and 3 * size >= 30 for size in range(1, len(end) // 3 + 1))
 
 
 def _short(text: str) -> str:

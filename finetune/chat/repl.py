@@ -96,9 +96,8 @@ class Conversation:
             shown = turn.get("base" if side == "base" else "answer")
             if shown is not None and not shown["finished"]:
                 whose = f"{side} " if len(self.sides) > 1 else ""
-                print_line(
-                    f"({whose}cut at {counted(shown['tokens'], 'token')}; --max-new-tokens allows more)", style="yellow"
-                )
+                remedy = self.speaker.remedy([shown["text"]])
+                print_line(f"({whose}cut at {counted(shown['tokens'], 'token')}; {remedy})", style="yellow")
 
     def _with(self, said: Messages, text: str) -> Messages:
         return [*said, {"role": "user", "content": text}] if said else self.speaker.opening(text)

@@ -84,7 +84,11 @@ _NO_EFFECT = "it has no effect on the result"
 _PACKS = "use data.packing and data.pack_length"
 _PREPARED = "data is prepared once, and the keys of `data:` control how"
 _EVALUATED = "evaluation averages the loss over all supervised tokens"
-_EVAL_STEPS = "use training.eval_steps; evaluation before and after training is always on"
+EXAMPLES = {"training.eval_steps": 100}  # of keys whose default is off
+_EVAL_STEPS = (
+    f"use training.eval_steps, such as training.eval_steps: {EXAMPLES['training.eval_steps']}; evaluation before and "
+    "after training is always on"
+)
 _LIGER_AGAIN = "it changes the speed only; set it again on a GPU where liger-kernel is installed"
 
 ARGUMENTS = (
@@ -128,12 +132,12 @@ ARGUMENTS = (
     Argument(
         "bf16",
         sets={True: ("model.dtype", "bfloat16")}, excludes={False: ("model.dtype", "bfloat16")},
-        remedy="use model.dtype",
+        remedy="use model.dtype: bfloat16",
     ),
     Argument(
         "fp16",
         sets={True: ("model.dtype", "float16")}, excludes={False: ("model.dtype", "float16")},
-        remedy="use model.dtype",
+        remedy="use model.dtype: float16",
     ),
     Argument("bf16_full_eval fp16_full_eval", kept=(False,), remedy="use model.dtype"),
     Argument("eos_token", remedy="it comes from the tokenizer and model.chat_template"),
@@ -375,7 +379,7 @@ OF_SCRIPT = {
     **dict.fromkeys(
         "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora"
         " training.global_batch_size training.resume_from_checkpoint training.resume_with_changes training.strategy"
-        " logging.profile_steps logging.include_rows".split(),
+        " logging.profile_steps logging.include_rows logging.lines".split(),
         "",
     ),
 }

@@ -122,7 +122,7 @@ def _paired(lines: list[str]) -> Iterator[str]:
 def _listed(name: str) -> str:
     """Key, type and default on one line."""
     key = name.partition(".")[2]
-    return f"  {key:28} {describe(KEYS[name].type)} ({default_of(name)})"
+    return f"  {key:27} {describe(KEYS[name].type)} ({default_of(name)})"
 
 
 def script_help() -> str:

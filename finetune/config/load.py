@@ -214,9 +214,14 @@ def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
     if not now:
         notes.append(f"{setting}: {arguments.row(setting.key).left_out}, so it is left out.")
         return None
-    section = next((name.partition(".")[0] for name in KEYS if name.endswith(f".{now}")), "training")
+    section = _todays_name(now).partition(".")[0]
     notes.append(f"{setting}: this is {section}.{now} now.")
     return setting._replace(section=section, key=now, written=setting.name)
+
+
+def _todays_name(argument: str) -> str:
+    """The key that a name of SFTConfig is."""
+    return next((name for name in KEYS if name.endswith(f".{argument}")), f"training.{argument}")
 
 
 def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -> None:
@@ -276,7 +281,8 @@ def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting
     if values.get(target, DEFAULTS[target]) != excluded or other is not None and _outranks(other, setting):
         return
     if other is None:
-        text = f"{setting}: {target} is {show(excluded)} by default. Set {target}."
+        example = f", such as {target}: {arguments.EXAMPLES[target]}" if target in arguments.EXAMPLES else ""
+        text = f"{setting}: {target} is {show(excluded)} by default. Set {target}{example}."
     else:
         text = f"{other}; {setting}: these contradict each other. Keep one."
     problems.add(text, target, setting.name)
@@ -534,9 +540,13 @@ def _is_number(text: str) -> bool:
 
 def _unknown(section: str, key: str, nearest: str | None) -> str:
     """What is wrong with a key that cannot be set, and what to write instead."""
-    if key in arguments.REFUSED:
-        return f"cannot be set here: {arguments.REFUSED[key]}."
+    today = arguments.former().get(key) or key
+    if today in arguments.REFUSED:
+        return f"cannot be set here: {arguments.REFUSED[today]}."
     what = f"unknown key of `{section}:`." if section in SECTIONS else "unknown section."
+    if today != key:
+        name = _todays_name(today)
+        return f"{what} It is {name} now ({_summary(name)})."
     if nearest is None:
         remedy = f"See --help {section}." if section in SECTIONS else f"The sections are {', '.join(SECTIONS)}."
         return f"{what} {remedy}"
@@ -582,7 +592,8 @@ def _summary(name: str) -> str:
 
 def dump_setting(key: str, value: Any) -> str:
     """`key: value` on one line, quoted where YAML needs it."""
-    shown = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    flow: Any = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": float("inf")}
+    shown = yaml.dump(value, Dumper=_Dumper, **flow)
     return f"{key}: {shown.strip().removesuffix('...').strip()}"  # PyYAML ends a plain scalar with `...`
 
 

@@ -76,7 +76,8 @@ class ModelConfig:
     )
     chat_template: str | None = _setting(
         None,
-        "Template name or Jinja file. null uses the tokenizer's own; none concatenates prompt and completion.",
+        "Jinja file, or chatml, chatml_tools, llama3, gemma, mistral or phi. null uses the tokenizer's own; none"
+        " concatenates prompt and completion.",
     )
     trust_remote_code: bool = _setting(False, "Allow Python code that comes with the model to run.")
     loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(
@@ -341,6 +342,9 @@ class LoggingConfig:
     include_rows: bool = _setting(
         True,
         "Show text from your data in TensorBoard: sample answers, and one dropped row per reason.",
+    )
+    lines: bool = _setting(
+        False, "Keep the figures of past log entries on a terminal, as lines above the bar. A log file has them anyway."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Minimum severity of messages.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.config.load import dump_setting
 from finetune.data import IGNORE_INDEX
 from finetune.data.arrow import Struct
 from finetune.errors import UserError, cut, listed
@@ -41,6 +43,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenized": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "seq_lengths")),
 }
 FORMATS = tuple(_FIELDS)
+_ALL_FIELDS = {field for required, optional in _FIELDS.values() for field in required + optional}
 MASKS = ("labels", "completion_mask", "assistant_masks")  # of rows of token ids
 _OPTIONAL = {field for _, optional in _FIELDS.values() for field in optional}
 # Formats of TRL in which it reads no column for the system prompt.
@@ -73,6 +76,17 @@ _ALPACA_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
+
+
+# Names of columns in other people's files, the likeliest first. They are suggested, never taken.
+_ASKED = ("question", "prompt", "instruction", "query", "problem", "user", "human", "input", "source")
+_ANSWERED = ("answer", "response", "completion", "output", "reply", "assistant", "solution", "target", "bot", "gpt")
+_WRITTEN = ("text", "content", "body", "document", "article", "passage", "story")
+_ROLES_OF_COLUMNS = {
+    **dict.fromkeys(("instruction", "prompt"), _ASKED),
+    **dict.fromkeys(("output", "completion"), _ANSWERED),
+    "text": _WRITTEN,
+}
 
 
 class RowError(Exception):
@@ -220,8 +234,11 @@ def detect(
     present = f"the columns are {listed(columns) or 'none'}"
     candidates = _candidates(columns, wanted, mapping)
     known = [(name, column) for name, column in _ORDER if name in candidates]
-    found = [match for key in known if (match := _match(*key, columns, sample_rows, mapping, wanted))]
-    if found:
+
+    def matches(mapping: dict[str, str]) -> list[Format]:
+        return [match for key in known if (match := _match(*key, columns, sample_rows, mapping, wanted))]
+
+    if found := matches(mapping):
         later = ", ".join(dict.fromkeys(match.name for match in found if match.name != found[0].name))
         evidence = f"{found[0].evidence}; before {later}, as in TRL" if later else found[0].evidence
         return replace(found[0], evidence=evidence, as_trl=as_trl)
@@ -234,22 +251,84 @@ def detect(
             f"no row format matches: {present}. This is preference data (DPO, ORPO), which supervised fine-tuning does "
             "not use. To train on the chosen answers, write them to a file of messages or of prompts and completions."
         )
+    guess = suggested(columns, sample_rows)
+    if guess is not None and wanted == "prompt_completion":
+        guess = {{"instruction": "prompt", "output": "completion"}.get(field, field): c for field, c in guess.items()}
+    if guess is not None and any(match.columns.items() >= guess.items() for match in matches(guess)):
+        template = " They are then put into the model's chat template." if "instruction" in guess else ""
+        raise UserError(
+            f"no row format matches: {present}. If these are what their names say, set {_as_setting(guess)}.{template} "
+            "Other formats: docs/data.md."
+        )
     raise UserError(
         f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}, such as "
         "{instruction: COLUMN, output: COLUMN} for questions and answers in the model's chat template."
     )
 
 
+def suggested(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+    """The mapping that reads rows of no known format, as far as the names and values of their columns show one."""
+    for column in columns:
+        for field, key in (("messages", "role"), ("conversations", "from")):
+            if any(_is_list_of(row.get(column), key) for row in rows):
+                return {field: column}
+    texts = [column for column in columns if any(isinstance(row.get(column), str) for row in rows)]
+    asked, answered, written = (_likeliest(texts, names) for names in (_ASKED, _ANSWERED, _WRITTEN))
+    if asked and answered and asked != answered:
+        return {"instruction": asked, "output": answered}
+    if written or len(texts) == 1:
+        return {"text": written or texts[0]}
+    return {"instruction": texts[0], "output": texts[1]} if len(texts) == 2 else None
+
+
+def _likeliest(columns: Sequence[str], names: Sequence[str]) -> str | None:
+    """The first column that has one of these names; else that has one as a word, such as `user_question`."""
+    for name in names:
+        for column in columns:
+            if column.lower() == name:
+                return column
+    for name in names:
+        for column in columns:
+            if name in re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", column).lower()):
+                return column
+    return None
+
+
+def _as_setting(mapping: Mapping[str, str]) -> str:
+    return f"data.{dump_setting('columns', dict(mapping))}"
+
+
 def check_mapping(mapping: Mapping[str, str], columns: Iterable[str]) -> None:
     """Check that every mapped column is one of the columns of all rows. Raises UserError."""
     columns = list(columns)
     if absent := [column for column in mapping.values() if column not in columns]:
-        raise _absent(absent, columns)
+        raise _absent(absent, mapping, columns)
 
 
-def _absent(absent: list[str], columns: list[str]) -> UserError:
+def _absent(absent: list[str], mapping: Mapping[str, str], columns: list[str]) -> UserError:
+    """What is wrong with mapped columns that no row has, and the mapping that was meant."""
     present = f"the columns are {listed(columns) or 'none'}"
-    return UserError(f"data.columns names columns that the rows lack: {listed(absent)}; {present}. Correct them.")
+    is_reversed = any(column in _ALL_FIELDS and field in columns for field, column in mapping.items())
+    meant, set_it = _meant(mapping, columns), "It is {field: column}: set" if is_reversed else "Set"
+    remedy = "Correct them" if meant is None else f"{set_it} {_as_setting(meant)}"
+    return UserError(f"data.columns names columns that the rows lack: {listed(absent)}; {present}. {remedy}.")
+
+
+def _meant(mapping: Mapping[str, str], columns: list[str]) -> dict[str, str] | None:
+    """The mapping with its columns corrected: written the wrong way round, misspelled, or known by their names."""
+    found: dict[str, str] = {}
+    for field, column in mapping.items():
+        if column in columns:
+            found[field] = column
+        elif column in _ALL_FIELDS and field in columns:
+            found[column] = field
+        else:
+            near = get_close_matches(column, columns, n=1)
+            known = _likeliest(columns, _ROLES_OF_COLUMNS.get(field, ()))
+            if not near and known is None:
+                return None
+            found[field] = near[0] if near else str(known)
+    return found if len(found) == len(mapping) == len(set(found.values())) else None
 
 
 def text_column(columns: Iterable[str], field: str, wanted: str = "auto") -> dict[str, str]:
@@ -304,7 +383,7 @@ def _candidates(columns: list[str], wanted: str, mapping: dict[str, str]) -> lis
         raise UserError(f"data.format is unknown: {wanted!r}{hint}. Set it to auto, {', '.join(FORMATS)}.")
     required = (column for field, column in mapping.items() if field not in _OPTIONAL)
     if absent := [column for column in required if column not in columns]:
-        raise _absent(absent, columns)
+        raise _absent(absent, mapping, columns)
     names = list(FORMATS) if wanted == "auto" else [wanted]
     fitting = [name for name in names if set(mapping) <= set(_FIELDS[name][0] + _FIELDS[name][1])]
     if not fitting:

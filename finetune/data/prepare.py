@@ -28,9 +28,9 @@ from finetune.data.ledger import Ledger
 from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
 from finetune.data.templates import templated
-from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError, document_end, load_template
+from finetune.data.templates.encoder import TEMPLATES, Encoded, Encoder, TokenizerError, document_end, load_template
 from finetune.data.templates.markers import Markers, derive_markers
-from finetune.errors import UserError
+from finetune.errors import UserError, cut, listed
 from finetune.runtime import bootstrap
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, interrupt
@@ -466,9 +466,14 @@ def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Forma
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
     mapping = source.columns or formats.text_column(columns, source.text_field, source.format)
+    lacks_text = not source.columns and not source.raw and source.text_field not in ("text", *columns)
     try:
         found = formats.detect(columns, [row for row, _ in first], source.format, mapping, as_trl=source.as_trl)
+        if lacks_text and found.name == "text":
+            raise UserError(f"the columns are {listed(columns)}. Set it to one of them.")
     except UserError as error:
+        if lacks_text:
+            error = UserError(f"data.dataset_text_field names no column of the rows: {cut(source.text_field)}; {error}")
         raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":
         raise UserError(
@@ -645,9 +650,13 @@ def _report_slow(places: list[str]) -> None:
 
 
 # What to do about rows that are dropped, by reason; for the others, the columns and the format are to be checked.
+_OTHER_TEMPLATE = (
+    "set model.chat_template to one that renders them (chatml_tools renders tools; the built-in ones are "
+    f"{', '.join(TEMPLATES)}; or a Jinja file)"
+)
 _REMEDIES = {
-    "not_rendered": "set model.chat_template to one that renders them (chatml_tools renders tools)",
-    "template_error": "set model.chat_template to one that renders them (chatml_tools renders tools)",
+    "not_rendered": _OTHER_TEMPLATE,
+    "template_error": _OTHER_TEMPLATE,
     "mask_ambiguous": "set model.chat_template to another one, or data.assistant_only_loss: false",
     "empty": "set data.keep_empty: true if they are empty on purpose",
     "over_length": "raise data.max_length, or set data.over_length: split",

@@ -65,7 +65,8 @@ def iter_rows(files: Sequence[str | File]) -> Iterator[tuple[Row, str]]:
             empty = False
             yield item
         if empty:
-            raise UserError(f"{path} is empty: it has no rows. Remove it from the list of files, or add rows to it.")
+            others = " If it is one of several files, remove it." if len(files) > 1 else ""
+            raise UserError(f"{path} is empty: it has no rows. Write rows to it, or name another file.{others}")
 
 
 def expand(files: Sequence[str | File]) -> list[File]:

@@ -15,6 +15,7 @@ from transformers import TrainerState
 from finetune import review
 from finetune.config import Config
 from finetune.drop_in import settings
+from finetune.drop_in.names import in_script
 from finetune.engine import run, session
 from finetune.engine.checkpoint import best, checkpoints, resume
 from finetune.engine.job import Job
@@ -42,6 +43,9 @@ class OfScript(run.Door):
     """
 
     resume_with = "trainer.train(resume_from_checkpoint=True)"
+
+    def named(self, text: str) -> str:
+        return in_script(text)
 
     def __init__(self, trainer: Any, train: Callable[..., Any]) -> None:
         """

@@ -14,6 +14,11 @@ from finetune.errors import UserError
 _KEY = re.compile(
     r"(?<!--finetune )\b(model|lora|data|training|logging)\.([a-z_0-9]+)(?:: (true|false|null|[0-9.]+)\b)?"
 )
+# Options of `finetune.train` that go on from a checkpoint.
+_FURTHER = re.compile(
+    r"the same command with --training\.(\w+) (\S+) "
+    r"--training\.resume_from_checkpoint true --training\.resume_with_changes true"
+)
 _VALUES = {"true": "True", "false": "False", "null": "None"}
 # What is called otherwise in a script. Names of SFTConfig and LoraConfig stay.
 _CALLED = {
@@ -43,6 +48,7 @@ def of_a_script() -> Iterator[None]:
 
 def in_script(text: str) -> str:
     """A message with the names of a script's arguments: `training.seed` is `seed`."""
+    text = _FURTHER.sub(r"\1=\2, train(resume_from_checkpoint=True, resume_with_changes=True)", text)
     for key, called in _CALLED.items():
         text = re.sub(rf"\b{re.escape(key)}(?!\w)", called, text)
     arguments = {one.name for one in dataclasses.fields(trl.SFTConfig)} | {"global_batch_size"}

@@ -35,6 +35,7 @@ from finetune.engine.record import RunRecord
 from finetune.engine.session import Build
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
+from finetune.export import card
 from finetune.runtime import scripts
 from finetune.runtime.command import INTERRUPTED, in_words
 from finetune.runtime.machine import hardware
@@ -481,6 +482,8 @@ class SFTTrainer(engine.SFTTrainer):
         if record is not None and record.path.parent.resolve() == folder.resolve():
             weights = {name: one for name, one in sums.items() if name.endswith(".safetensors")}
             record.try_update(final_files=weights)  # the script may write the other files again
+            if self.args.should_save:
+                card.try_write_of_run(record.path.parent, record.content)
 
 
 def _by_split(eval_dataset: Any) -> dict[str, Any]:

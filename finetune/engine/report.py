@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import scaled_learning_rate
+from finetune.config import Config, scaled_learning_rate
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
 from finetune.text import counted
@@ -112,16 +113,25 @@ def method(job: Job) -> str:
     return "QLoRA" if model.load_in_4bit else "8-bit LoRA" if model.load_in_8bit else "LoRA"
 
 
-def print_finished(output_dir: str, done: dict[str, Any]) -> None:
-    """Print that there is nothing to do."""
-    steps = done.get("steps")
+def print_finished(config: Config, done: dict[str, Any], named: Callable[[str], str]) -> None:
+    """Print that there is nothing to do.
+
+    Args:
+        named: gives the settings in a text the names that the user knows.
+    """
+    from finetune.engine.checkpoint import resume
+
+    training, steps = config.training, done.get("steps")
     early = bool(done.get("early_stopping"))
-    print_line(
-        f"The run in {output_dir} is already finished: {steps} of {done.get('total_steps', steps)} steps"
+    text = (
+        f"The run in {training.output_dir} is already finished: {steps} of {done.get('total_steps', steps)} steps"
         f"{', stopped early by training.early_stopping_patience' if early else ''}. Nothing was changed. A higher "
         f"{'training.early_stopping_patience, ' if early else ''}training.max_steps (or training.num_train_epochs) "
         "continues it."
     )
+    if training.max_steps <= 0 and not early:
+        text += f" One more epoch: the same command with {resume.further_epochs(training.num_train_epochs + 1)}"
+    print_line(named(text))
 
 
 def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) -> str:

@@ -45,6 +45,10 @@ class Door(abc.ABC):
 
     resume_with: str  # how the user resumes a run that was stopped
 
+    def named(self, text: str) -> str:
+        """A text with the settings in it called as the user calls them."""
+        return text
+
     @abc.abstractmethod
     def above(self) -> Above:
         """Called once the backend has started."""
@@ -109,7 +113,7 @@ def run(door: Door, config: Config, record: RunRecord) -> Outcome:
     with runlock.held(record.path.parent):
         job, start = door.enter(restart.continued(config), record)
         if (done := door.finished(job, start)) is not None:
-            report.print_finished(job.config.training.output_dir, done)
+            report.print_finished(job.config, done, door.named)
             return Outcome(done=done, output=door.leave_finished(job, start, done))
         session.check_space(job.config, job.model)
         session.check_saving(job)

@@ -238,7 +238,7 @@ def run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: Dashbo
         layout=job.layout,
         hardware=job.hardware,
         size=job.size,
-        progress=ProgressLines(console(), total, start_step) if is_main else None,
+        progress=ProgressLines(console(), total, start_step, lines=job.config.logging.lines) if is_main else None,
         start_step=start_step,
         dashboard=dashboard,
     )

@@ -668,7 +668,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _save_beside_weights(self, folder: Path) -> None:
         """Generation config and tokenizer. Beside an adapter, the former has the end tokens that export and chat add to
-        the base's."""
+        the base's. PEFT's model card, which is empty and has the base model's path on this machine, is left out."""
+        files.remove(folder / "README.md")  # the folder is new: nobody else has written there
         tokenizer = self.processing_class
         ends = [tokenizer.eos_token_id, *generation_config.trained_ends(tokenizer, self.layout.rows)]
         generation_config.write(folder, self.model, ends)

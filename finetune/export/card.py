@@ -10,10 +10,12 @@ from typing import Any
 import yaml
 
 from finetune.config.schema import DEFAULTS, KEYS
+from finetune.engine import preflight
 from finetune.export.source import Source
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
-from finetune.runtime.files import write_text
+from finetune.runtime.command import warn
+from finetune.runtime.files import read_json, write_text
 from finetune.text import counted
 
 # Settings that say nothing about the model: where files were, and what was logged.
@@ -32,7 +34,31 @@ def write(folder: Path, source: Source, form: str, verified: str | None) -> None
     write_text(folder / "README.md", redact(text(source, form, verified)))
 
 
-def text(source: Source, form: str, verified: str | None) -> str:
+def write_of_run(folder: Path, record: dict[str, Any]) -> None:
+    """Write the README.md of a finished run in place of PEFT's, which is empty and names the base model by a path."""
+    adapter = read_json(folder / preflight.ADAPTER) if (folder / preflight.ADAPTER).is_file() else None
+    source = Source(
+        given=folder,
+        folder=folder,
+        record=record,
+        step=record.get("steps"),
+        adapter=adapter,
+        base=folder,
+        name=str(record["config"]["model"]["model_name_or_path"] or folder.resolve().name),
+    )
+    form = "merged" if adapter is None else "adapter"
+    write_text(folder / "README.md", redact(text(source, form, None, exported=False)))
+
+
+def try_write_of_run(folder: Path, record: dict[str, Any]) -> None:
+    """`write_of_run`; a disk that cannot take it costs the card, not the run."""
+    try:
+        write_of_run(folder, record)
+    except OSError as error:
+        warn(f"{folder / 'README.md'} was not written ({error}).")
+
+
+def text(source: Source, form: str, verified: str | None, *, exported: bool = True) -> str:
     """The card."""
     base, record = shortened(source.name), redact_tree(source.record)
     lines = ["---", *_metadata(source, form), "---", "", f"# {_title(source)}", "", _summary(source, base, form), ""]
@@ -52,7 +78,8 @@ def text(source: Source, form: str, verified: str | None) -> str:
     if isinstance(versions, dict):
         known = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
         lines += ["## Versions", "", ", ".join(known), ""]
-    lines += ["## Export", "", f"Verified: {verified}." if verified else "Not verified.", ""]
+    if exported:
+        lines += ["## Export", "", f"Verified: {verified}." if verified else "Not verified.", ""]
     return "\n".join(lines)
 
 
@@ -64,11 +91,17 @@ def shortened(value: Any) -> Any:
         return [shortened(item) for item in value]
     if not isinstance(value, str) or "\n" in value:
         return value
+    if cached := _OF_HUB.search(value):
+        return "/".join(cached.groups())
     if re.match(r"\w{2,}://", value):
         return value
     local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or _exists(value)
     deep = len(PurePath(value).parts) > 2
     return PureWindowsPath(value).name if (local or deep) and value.strip("./\\~") else value
+
+
+# A model or dataset in the Hub's cache: .../models--USER--NAME/snapshots/COMMIT.
+_OF_HUB = re.compile(r"[\\/](?:models|datasets)--(\w[\w.-]*?)--(\w[\w.-]*)[\\/]snapshots[\\/]\w+[\\/]?$")
 
 
 def _exists(value: str) -> bool:

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     if options.schema is not None:
         return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
-    from finetune.init import detect, page
+    from finetune.init import detect, first_row, length, page
     from finetune.runtime.machine.hardware import survey
 
     machine = survey()
@@ -70,19 +70,28 @@ def run(argv: list[str]) -> int:
     model = _answer("--model", "Model (Hub name or local folder)", options.model, detect.model)
     rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, _rows(options))
     print_line(f"  {rows.described}")
+    fit = length.fitted(rows)
+    if fit.sentence:
+        print_line(f"  {fit.sentence}")
     if (template := page.template(model, rows)) is not None:
         print_line("  model.chat_template is {}: {}".format(*template))
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
     answers = page.Answers(
-        model=model, rows=rows, method=method, output_dir=output_dir, machine=detect.machine_in_words(machine)
+        model=model,
+        rows=rows,
+        length=fit,
+        method=method,
+        output_dir=output_dir,
+        machine=detect.machine_in_words(machine),
     )
-    commands = page.commands(options.file, _launcher(output_dir, machine))
+    commands = page.commands(options.file, _launcher(fit.global_batch_size, machine))
     schema = options.file.with_name(SCHEMA)
     text = page.text(answers, schema.name, commands)
-    _check_text(text)
+    config = _checked(text)
     write_text(options.file, text)
     _write_schema(schema, overwrite=options.overwrite)
+    first_row.show(config, model, rows)
     print_line(f"Wrote {options.file} (and {schema.name}, with which editors complete and check it). Next:")
     for command in commands.values():
         print_line(f"  {command}")
@@ -97,12 +106,12 @@ def run(argv: list[str]) -> int:
     return DONE
 
 
-def _check_text(text: str) -> None:
-    """Read the configuration as a run does, before it is written: --columns may contradict the rows."""
+def _checked(text: str) -> Config:
+    """The configuration as a run reads it, before it is written: --columns may contradict the rows."""
     with tempfile.TemporaryDirectory(prefix="init-") as folder:
         file = Path(folder) / FILE
         file.write_text(text, encoding="utf-8")
-        load(["--config", str(file)])
+        return load(["--config", str(file)])
 
 
 def _check_target(file: Path, *, overwrite: bool) -> None:
@@ -206,11 +215,11 @@ def _folder(text: str) -> str:
     return text
 
 
-def _launcher(output_dir: str, machine: Hardware) -> list[str]:
-    """The launcher of as many ranks as this machine has GPUs, as far as the default batch divides over them."""
+def _launcher(batch: int, machine: Hardware) -> list[str]:
+    """The launcher of as many ranks as this machine has GPUs, as far as the batch divides over them."""
     from finetune.measure import strategy
 
-    world = strategy.largest_world(Config(training=TrainingConfig(output_dir=output_dir)), machine.count)
+    world = strategy.largest_world(Config(training=TrainingConfig(global_batch_size=batch)), machine.count)
     return launch_lines.shown(world, on_cpu=machine.device == "cpu")
 
 

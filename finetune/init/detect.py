@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from finetune.runtime.machine.hardware import Hardware
 from finetune.text import counted
 
 BYTES_PER_PARAMETER = 2  # bfloat16
-# The share of the rows to hold out, if there are enough: each is drawn by itself, so that of few rows it may be none.
-HELD_OUT = 0.02
-ENOUGH_ROWS = 500
+# The share of the rows to hold out, by their number: each is drawn by itself, so that of few rows it may be none.
+HELD_OUT, HELD_OUT_OF_FEW = 0.02, 0.1
+ENOUGH_ROWS, FEW_ROWS = 500, 100
+COUNTED = 20_000  # rows; of more, the settings do not depend on their number
+CHARACTERS = 4 * 2048  # of a piece of raw text
 # Files of a model folder that hold a chat template (transformers' tokenization_utils_base.py).
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONVERSATIONS = ("messages", "sharegpt")  # formats that only a chat template can render
@@ -35,6 +38,7 @@ class Model:
     """A model by its Hub name or folder; the rest is None if its files are not on this machine yet."""
 
     name: str
+    folder: str | None = None
     parameters: int | None = None
     has_template: bool | None = None
     renders_tools: bool | None = None  # whether its template knows tool calls
@@ -48,8 +52,11 @@ class Rows:
     name: str
     format: formats.Format | None = None
     described: str = "the format is detected when the run starts"
-    enough_to_hold_out: bool = True
+    eval_fraction: float = HELD_OUT  # to hold out; 0 of too few rows
+    count: int | None = None  # rows, or pieces of raw text; None of very many, and if they are not read here
+    raw: bool = False
     has_tool_calls: bool = False
+    first: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
 
 class NoFormat(UserError):
@@ -81,6 +88,7 @@ def model(name: str) -> Model:
     template = _template(found)
     return Model(
         name=name,
+        folder=str(found),
         parameters=strategy.parameter_count(str(found)),
         has_template=bool(template),
         renders_tools="tool_calls" in template,
@@ -113,14 +121,21 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         raise UserError("no data was given. Give a file, folder, glob or URL, or the name of a dataset on the Hub.")
     if _is_hub_name(name):
         return Rows(key="dataset_name", name=name)
-    read = list(islice(sources.iter_rows([name]), ENOUGH_ROWS))
+    stream = sources.iter_rows([name])
+    read = list(islice(stream, ENOUGH_ROWS))
     first = read[:SAMPLE_ROWS]
     present = list(dict.fromkeys(column for row, _ in first for column in row))
     try:
         format = formats.detect(present, [row for row, _ in first], "auto", columns)
     except UserError as error:
-        example = "--columns instruction=COLUMN,output=COLUMN"
+        guess = formats.suggested(present, [row for row, _ in first]) or {"instruction": "COLUMN", "output": "COLUMN"}
+        example = f"--columns {shlex.quote(','.join(f'{field}={column}' for field, column in guess.items()))}"
         raise NoFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
+    raw = not is_url(name) and any(sources.is_raw(file) for file in sources.expand([name]))
+    count = len(read) + sum(1 for _ in islice(stream, 0 if is_url(name) else COUNTED - len(read)))
+    fraction = HELD_OUT if count >= ENOUGH_ROWS else HELD_OUT_OF_FEW if count >= FEW_ROWS else 0.0
+    if raw:
+        count = sum(-(-len(row["text"]) // CHARACTERS) for row, _ in read)
     described = formats.describe(
         format, has_template=True, assistant_only_loss=DataConfig().assistant_only_loss, completion_only_loss=None
     )
@@ -129,7 +144,10 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         name=name,
         format=format,
         described=described,
-        enough_to_hold_out=len(read) == ENOUGH_ROWS,
+        eval_fraction=fraction,
+        count=None if count >= COUNTED or len(read) == ENOUGH_ROWS and (raw or is_url(name)) else count,
+        raw=raw,
+        first=tuple(row for row, _ in first),
         has_tool_calls=any(_has_tool_calls(row, format) for row, _ in read),
     )
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import dump_setting
-from finetune.init.detect import CONVERSATIONS, HELD_OUT, Model, Rows
+from finetune.init.detect import CONVERSATIONS, Model, Rows
+from finetune.init.length import Length
 
 COMMENT_COLUMN = 44
 # Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning.
@@ -21,6 +22,7 @@ class Answers:
 
     model: Model
     rows: Rows
+    length: Length
     method: str
     output_dir: str
     machine: str  # in words
@@ -59,7 +61,7 @@ def text(answers: Answers, schema: str, next_commands: dict[str, str]) -> str:
         *_data(answers.rows, uses_template=answers.model.has_template is not False),
         *_training(answers),
         "logging:",
-        _line("logging_steps", 10, "optimizer steps between log lines"),
+        _line("logging_steps", answers.length.logging_steps, "optimizer steps between log lines"),
         _line("generate_samples", 3, "held-out prompts to answer before and after training"),
     ]
     return "\n".join(lines) + "\n"
@@ -106,8 +108,8 @@ def _data(rows: Rows, *, uses_template: bool) -> list[str]:
         columns = {"instruction": rows.format.columns["prompt"], "output": rows.format.columns["completion"]}
         lines.append("  # These prompts are trained as they are. In the model's chat template instead:")
         lines.append(f"  {_comment(dump_setting('columns', columns))}")
-    if rows.enough_to_hold_out:
-        lines.append(_line("eval_fraction", HELD_OUT, "share of the rows held out; or name an eval_file"))
+    if rows.eval_fraction:
+        lines.append(_line("eval_fraction", rows.eval_fraction, "share of the rows held out; or name an eval_file"))
     else:
         lines.append("  # eval_file: held_out.jsonl                # too few rows to hold out a share of them")
     return [
@@ -119,17 +121,20 @@ def _data(rows: Rows, *, uses_template: bool) -> list[str]:
 
 
 def _training(answers: Answers) -> list[str]:
-    held_out = answers.rows.enough_to_hold_out
+    length, held_out = answers.length, answers.rows.eval_fraction > 0
     rate = "about a tenth of LoRA's" if answers.method == "full" else "use about a tenth for full fine-tuning"
-    evaluations = [_line("eval_steps", 100, "steps between evaluations of the held-out rows")] if held_out else []
+    evaluations = (
+        [_line("eval_steps", length.eval_steps, "steps between evaluations of the held-out rows")] if held_out else []
+    )
     return [
         "training:",
+        *([f"  {_comment(length.sentence)}"] if length.sentence else []),
         _line("output_dir", answers.output_dir, "checkpoints, the result, run.json and TensorBoard's files"),
-        _line("global_batch_size", 16, "rows per optimizer step, over all GPUs"),
-        _line("num_train_epochs", 1, "passes over the data; or max_steps"),
+        _line("global_batch_size", length.global_batch_size, "rows per optimizer step, over all GPUs"),
+        _line("num_train_epochs", length.epochs, "passes over the data; or max_steps"),
         _line("learning_rate", LEARNING_RATES[answers.method], rate),
         *evaluations,
-        _line("save_steps", 500, "steps between checkpoints; 0 saves only at the end"),
+        _line("save_steps", length.save_steps, "steps between checkpoints; 0 saves only at the end"),
         _line("seed", 42, "for the data order and the adapter's initial weights"),
         "",
     ]

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -64,6 +65,19 @@ class Stack:
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
+# What libraries log in a healthy run, by logger, which would read as a fault.
+NOISE = {
+    # torchao registers types as it did before torch 2.13.
+    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
+    # A kernel for 4 bits on some CPUs, in place of which bitsandbytes uses its own.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # A resumed run compares its settings itself; the rows per rank change with the number of ranks.
+    "transformers.trainer_utils": "do not match the ones in the `trainer_state.json`",
+    # transformers does what is right for this tokenizer, whatever its file says.
+    "transformers.tokenization_utils_tokenizers": "Ignoring clean_up_tokenization_spaces=True",
+}
+
+
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
     """For importing the libraries: the garbage collector rests, and later collections leave out their objects.
@@ -71,19 +85,17 @@ def imports() -> Iterator[None]:
     There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
     took 7 s on an H200 host (benchmarks/results/LOG.md).
 
-    Each rank is warned that torchao has kernels for other devices and that it registers types as it did before torch
-    2.13; neither concerns its optimizers.
+    Each rank is warned that torchao has kernels for other devices, which does not concern its optimizers.
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    levels = {log: log.level for log in map(logging.getLogger, ("torch.utils._pytree", "torchao"))}
-    for log in levels:
-        log.setLevel(logging.ERROR)
+    torchao = logging.getLogger("torchao")
+    level = torchao.level
+    torchao.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for log, level in levels.items():
-            log.setLevel(level)
+        torchao.setLevel(level)
         gc.freeze()
         if was_enabled:
             gc.enable()
@@ -120,6 +132,7 @@ def start(
     _check_strategy()
     _scan_packages_once()
     _set_environment()
+    leave_out_noise()
     me = distributed.ranks()
     import torch
 
@@ -195,6 +208,7 @@ def quiet_libraries(level: str | None) -> None:
     import datasets
     import transformers
 
+    leave_out_noise()
     level = level if distributed.ranks().is_main else "error"
     if level is None:
         return
@@ -205,6 +219,27 @@ def quiet_libraries(level: str | None) -> None:
     if number >= logging.WARNING:  # every rank would draw them, in the middle of our own output
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
+
+
+def leave_out_noise() -> None:
+    """Leave out the messages of `NOISE`, and a warning of torch that accelerate causes."""
+    for name, message in NOISE.items():
+        log = logging.getLogger(name)
+        if not any(isinstance(one, _Without) for one in log.filters):
+            log.addFilter(_Without(message))
+    # accelerate gives DDP its former argument; the new one does not do what is meant (engine/trainer.py).
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+
+
+class _Without(logging.Filter):
+    """Leaves out the records that contain a message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._message not in record.getMessage()
 
 
 @contextlib.contextmanager

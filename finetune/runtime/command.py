@@ -100,8 +100,10 @@ def guarded(run: Callable[[], int]) -> int:
         return error.exit_code
     except Exception as error:
         known = in_words(error)
-        text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
-        _report(known or error, text)
+        if known:
+            report(known)
+        else:
+            _report(error, redact(traceback.format_exc()))
         return FAILED
 
 
@@ -117,31 +119,27 @@ def in_words(error: Exception) -> RunError | None:
 def report(error: UserError) -> None:
     """Write a user's error to stderr, on the one rank that reports it; its notes follow on lines of their own."""
     notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
-    _report(error, f"error: {_rank_name()}{error}\n{notes}")
+    _report(error, f"{error}\n{notes}", "error: ")
 
 
-def _report(error: Exception, text: str) -> None:
-    """Write the error to stderr on the one rank that reports it. It may quote a file's content or name."""
-    from finetune.runtime.ranks import failures
-
-    try:
-        mine = failures.claim_failure(describe(error))
-    except UserError:  # the launcher's variables themselves are wrong
-        mine = True
-    if mine or failures.wait_for_launcher():
-        output = Output(sys.stderr)
-        output.write(printable(text))
-        output.flush()
-
-
-def _rank_name() -> str:
-    from finetune.runtime.ranks import distributed
+def _report(error: Exception, text: str, prefix: str = "") -> None:
+    """Write the error to stderr on the one rank that reports it, after `prefix` and, unless all ranks fail with this
+    error, the rank. It may quote a file's content or name."""
+    from finetune.runtime.ranks import distributed, failures, launcher
 
     try:
         me = distributed.ranks()
-    except UserError:
-        return ""
-    return f"[rank {me.rank}] " if me.world_size > 1 else ""
+    except UserError:  # the launcher's variables themselves are wrong
+        rank = ""
+    else:
+        if not failures.claim_failure(describe(error)) and not failures.wait_for_launcher():
+            return
+        alone = me.world_size == 1 or failures.all_ranks_fail_with(describe(error))
+        rank = "" if alone else f"[rank {me.rank}] "
+    launcher.leave_error(printable(f"error: {rank}{describe(error)}"))
+    output = Output(sys.stderr)
+    output.write(printable(f"{prefix}{rank}{text}"))
+    output.flush()
 
 
 def print_line(text: RenderableType, style: str | None = None) -> None:

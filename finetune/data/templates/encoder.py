@@ -94,6 +94,8 @@ TEMPLATES = {
         {{- '<|im_end|>\n' }}
     {%- elif message.role in ('user', 'assistant') %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- elif not loop.first %}
+        {{- '<|im_start|>system\n' + message.content + '<|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",

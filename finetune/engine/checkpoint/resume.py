@@ -316,7 +316,7 @@ def compared(config: Config, start: Start) -> Start:
     differing, unknown = differences(before, now)
     allowed = config.training.resume_with_changes
     if differing and (not allowed or any(_root(key) in CANNOT_CHANGE for key, _, _ in differing)):
-        raise UserError(_refusal(start.found.path, differing, allowed))
+        raise UserError(_refusal(start.found.path, differing, allowed, config))
     changes = tuple({"step": start.found.step, "key": key, "was": was, "now": now} for key, was, now in differing)
     earlier = had.get("resumed_with_changes")
     history = (*(earlier if isinstance(earlier, list) else ()), *changes)
@@ -365,7 +365,7 @@ def _root(key: str) -> str:
     return next((name for name in ("model config", "base weights") if key.startswith(name)), key)
 
 
-def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], allowed: bool) -> str:
+def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], allowed: bool, config: Config) -> str:
     fixed = [one for one in differing if _root(one[0]) in CANNOT_CHANGE]
     free = [] if allowed else [one for one in differing if one not in fixed]
 
@@ -379,7 +379,23 @@ def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], all
     if free:
         text += "\nThese change the result. Restore them, or apply them with training.resume_with_changes: true:"
         text += lines(free)
+    if [key for key, _, _ in differing] == [LENGTH]:
+        training = config.training
+        by_steps = training.max_steps > 0
+        text += "\nTo train the further steps: the same command with "
+        text += further("max_steps", training.max_steps) if by_steps else further_epochs(training.num_train_epochs)
     return text
+
+
+def further_epochs(count: float) -> str:
+    """The options that train a finished run to `count` epochs."""
+    return further("num_train_epochs", f"{count:g}")
+
+
+def further(setting: str, value: object) -> str:
+    """The options that train a run to another length than it was planned for."""
+    changed = "--training.resume_from_checkpoint true --training.resume_with_changes true"
+    return f"--training.{setting} {value} {changed}"
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

@@ -584,18 +584,20 @@ def _whereabouts(hardware: Hardware) -> dict[str, Any]:
 
 
 class ProgressLines:
-    """A progress bar on a terminal, one line per record elsewhere; both with the time so far and an estimate of the
-    time left. For rank 0."""
+    """A progress bar on a terminal, one line per record elsewhere or if asked for. Both have the time so far and an
+    estimate of the time left. For rank 0."""
 
-    def __init__(self, console: Console, total: int, start_step: int = 0) -> None:
+    def __init__(self, console: Console, total: int, start_step: int = 0, *, lines: bool = False) -> None:
         """
         Args:
             total: optimizer steps of the whole run.
             start_step: those that an earlier run has done.
+            lines: on a terminal, too, a line per record.
         """
         self.console = console
         self._bar: Progress | None = None
         self._total = total
+        self._lines = lines or not console.is_terminal
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # the first step done here, which compiles, and when it ended
         self._done = start_step
@@ -632,7 +634,7 @@ class ProgressLines:
         if self._bar:
             short = [parts[0]] if per_gpu is None else [parts[0], f"{per_gpu:,.0f} tok/s"]
             self._bar.update(self._task, figures=(", ".join(parts), ", ".join(short), parts[0]))
-        else:
+        if self._lines:
             self.line(state, f"{', '.join(parts)}, {self.times()}")
 
     def line(self, state: TrainerState, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from finetune.runtime.ranks import distributed, interrupt, machines, rendezvous, tcp_store
+from finetune.runtime.ranks import distributed, interrupt, launcher, machines, rendezvous, tcp_store
 from finetune.runtime.ranks.machines import Machine
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
@@ -25,9 +26,11 @@ QUIET_SECONDS = 10.0
 ANNOUNCE_SECONDS = 10.0  # in which a rank that fails before it has met the others tries to reach them
 # A broken connection is the consequence of something: how long its rank waits for another one to report what it was.
 CAUSE_SECONDS = 8.0
+ALIKE_SECONDS = 1.0  # for the other ranks to fail with the same error
 STORE_SECONDS = 3.0  # for an answer of the store, or a write of run.json, when a machine is gone
 
 FAILURE = "finetune/failure"  # key of the first one in the store
+FAILED = "finetune/failed"  # key of each: with the rank and a digest of its message
 stopping = threading.Event()  # set when this rank ends, or the run does: nobody watches the others any more
 _ending = threading.Event()  # a thread reports why this process ends, and ends it
 _on_failure: Callable[..., None] | None = None
@@ -138,10 +141,43 @@ def first_failure(message: str) -> str:
     if not distributed.connected():
         return message
     try:
+        _failures().set(_failed(distributed.ranks().rank, message), "")
         first = claim(message)
     except Exception:  # the rank that hosts the store has ended: it failed first
         return "rank 0: it ended, and the process group's store with it"
     return first.message if first.is_own else first.said()  # its own may be of its watch: that others are stuck
+
+
+def all_ranks_fail_with(message: str) -> bool:
+    """Whether every rank fails with this error, so that no rank needs to be named. To be called after `first_failure`.
+
+    Ranks that cannot communicate yet have the same configuration and files if they are on one machine.
+    """
+    me = distributed.ranks()
+    if me.on_several_machines:
+        return False
+    if not distributed.connected():
+        return me.is_local_main
+    keys = [_failed(rank, message) for rank in range(me.world_size)]
+    until = time.monotonic() + ALIKE_SECONDS
+    with contextlib.suppress(Exception):  # the store has ended
+        while time.monotonic() < until:
+            if _failures().check(keys):
+                return True
+            threading.Event().wait(0.02)
+    return False
+
+
+def _failed(rank: int, message: str) -> str:
+    return f"{FAILED}/{hashlib.sha256(message.encode(errors='replace')).hexdigest()[:16]}/{rank}"
+
+
+def write_error(message: str) -> None:
+    """Write this rank's error from a thread: sys.stderr may be locked."""
+    text = f"error: [rank {distributed.ranks().rank}] {message}"
+    launcher.leave_error(text)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 # What torch's errors say of a connection whose other side has ended: gloo's, NCCL's, and the store's.
@@ -235,8 +271,7 @@ def end_after(failure: Failure, on_failure: Callable[..., None] | None) -> None:
     """End this process because a rank has failed. If that one prints its error on another machine, print it here."""
     me = distributed.ranks()
     if me.is_local_main and not me.are_here(failure.rank):
-        with contextlib.suppress(OSError):
-            os.write(2, f"error: [rank {me.rank}] {failure.said()}\n".encode())  # sys.stderr may be locked
+        write_error(failure.said())
     if on_failure is not None:
         on_failure(failure.said())
     threading.Event().wait(FAILURE_POLL_SECONDS)  # let the failed rank print its error first
@@ -270,8 +305,7 @@ def end_without(machine: Machine, why: str) -> None:
         return  # what a rank has reported is the reason; the watch of failures ends this process
     _ending.set()
     stopping.set()
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: [rank {distributed.ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+    write_error(message)
     if _on_failure is not None:
         record = functools.partial(_on_failure, message, in_place_of_main=0 in machine.ranks)
         _within(STORE_SECONDS, record)  # the disk may be on that machine as well
@@ -315,8 +349,7 @@ def end_hung(
     """
     if store_answers and not ((first := claim(message)).is_own and first.message == message):
         return
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: [rank {distributed.ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+    write_error(message)
     if on_failure is not None:
         on_failure(message, in_place_of_main=0 in silent)
     _kill({rank: peers[rank] for rank in silent if rank in peers})

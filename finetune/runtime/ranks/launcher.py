@@ -6,14 +6,18 @@ parent is only treated as a launcher on evidence.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from finetune.runtime import files
 
 PARENT = "FINETUNE_PARENT"  # process id of the `finetune` command that started this process
 
@@ -55,6 +59,20 @@ def environment() -> dict[str, str]:
         return psutil.Process(os.getppid()).environ()
     except psutil.Error:
         return {}
+
+
+def leave_error(text: str) -> None:
+    """Have torch's launcher end its own report with this rank's error, in place of a hint at tracebacks.
+
+    The launcher calls the failure with the earliest time, in whole seconds, the root cause. The ranks that it ends
+    because of this one may have the same second, so this one gets the second before.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    cause = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
+    with contextlib.suppress(OSError):
+        files.write_json(Path(file), {"message": {"message": text, "extraInfo": cause}})
 
 
 def is_gone(parent: int) -> bool:

@@ -107,8 +107,7 @@ def _end_without_ranks(attempt: str, message: str) -> None:
     store = tcp_store.of_attempt(attempt, tcp_store.store())
     first = failures.Failure.from_json(store.compare_set(failures.FAILURE, "", failures.own_failure(message).to_json()))
     if first.is_own:
-        with contextlib.suppress(OSError):
-            os.write(2, f"error: [rank {distributed.ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+        failures.write_error(message)
         # This rank may host the store: the others read it first.
         threading.Event().wait(2 * failures.FAILURE_POLL_SECONDS)
         os._exit(1)

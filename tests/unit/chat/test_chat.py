@@ -235,6 +235,23 @@ def test_sampling_follows_the_generation_config_and_its_seed(run: Path, prompts:
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is. " + "The city of light is the city of love. " * 4 + "The city of", True),
+        ("Paris " * 10, True),
+        ("...........", False),  # too short to say
+        ("The city of light is the city of love. " * 2, False),
+        (" ".join(str(number) for number in range(300)), False),
+        ("", False),
+    ],
+)
+def test_a_cut_answer_that_repeats_itself_gets_another_remedy(run: Path, text: str, expected: bool) -> None:
+    greedy, sampled = speaker(run), speaker(run, temperature=0.5)
+    assert ("--temperature" in greedy.remedy(["Fine.", text])) is expected
+    assert "--max-new-tokens" in sampled.remedy([text])
+
+
 def test_a_conversation_remembers(
     run: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

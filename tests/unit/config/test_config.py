@@ -470,6 +470,22 @@ def test_a_former_name_is_checked_like_todays():
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("evaluation_strategy: steps", "use training.eval_steps, such as training.eval_steps: 100;"),
+        ("eval_strategy: steps", "use training.eval_steps, such as training.eval_steps: 100;"),
+        ("training: {evaluation_strategy: steps}", "Set training.eval_steps, such as training.eval_steps: 100."),
+        ("training: {evaluation_strategy: epoch}", "Use training.eval_steps, such as training.eval_steps: 100;"),
+        ("warmup_ratio: 0.1", "It is training.warmup_steps now (float, default 0.0)."),
+        ("max_seq_length: 512", "It is data.max_length now (int | null, default 2048)."),
+        ("no_cuda: true", "It is training.use_cpu now"),
+    ],
+)
+def test_a_former_name_gets_the_key_to_write(write, given, expected):
+    assert expected in problem("--config", write(f"{given}\n"))
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         (["--training.bf16", "true", "--training.fp16", "true"], ("training.bf16 true", "training.fp16 true")),
@@ -771,10 +787,10 @@ def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
     assert list(sections) == list(SECTIONS)
     for name, field in KEYS.items():
         section, key = name.split(".")
-        entry = f"  {key:28} {describe(field.type)} ({default_of(name)})"  # one of two on a line if both are short
+        entry = f"  {key:27} {describe(field.type)} ({default_of(name)})"  # one of two on a line if both are short
         shown = bool(re.search(rf"{re.escape(entry)}(  |$)", sections[section], re.MULTILINE))
         assert shown == (name not in COMMON), name
-    assert "  seed                         int (42)" in others
+    assert "  seed                        int (42)" in others
     assert "Peak learning rate. Use about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
     assert text.startswith("usage: accelerate launch -m finetune.train [--config FILE.yaml]")
     assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 112
@@ -846,7 +862,7 @@ def test_sections_are_frozen():
     ("argument", "expected"),
     [
         ("group_by_length maybe", "must be true or false here. Use training.train_sampling_strategy: group_by_length."),
-        ("bf16 maybe", "must be true or false here. Use model.dtype."),
+        ("bf16 maybe", "must be true or false here. Use model.dtype: bfloat16."),
         ("eval_strategy epoch", "must be no or steps here. Use training.eval_steps"),
         ("average_tokens_across_devices maybe", "must be true here: the loss is the mean"),
         ("fsdp full_shard", "must be null or false here. Use training.strategy: shard"),

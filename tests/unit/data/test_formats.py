@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.data import formats
 from finetune.data.arrow import Struct
@@ -106,9 +107,50 @@ def test_columns_of_a_format_with_values_of_another_type(row: dict[str, Any], ex
 
 def test_no_match_lists_the_columns_and_the_needs() -> None:
     with pytest.raises(UserError) as caught:
-        detected({"question": "1 + 1?", "answer": "2"})
-    for part in ("question, answer", "text needs 'text'", "alpaca needs 'instruction' and 'output'", "data.columns"):
+        detected({"a": "1 + 1?", "b": "2", "c": "3"})
+    for part in ("a, b, c", "text needs 'text'", "alpaca needs 'instruction' and 'output'", "data.columns"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        ({"question": "a", "answer": "b"}, "data.columns: {instruction: question, output: answer}"),
+        ({"id": "1", "user_query": "a", "botReply": "b"}, "data.columns: {instruction: user_query, output: botReply}"),
+        ({"frage": "a", "antwort": "b"}, "data.columns: {instruction: frage, output: antwort}"),
+        ({"title": "a", "content": "b", "url": "c"}, "data.columns: {text: content}"),
+        ({"n": 1, "poem": "b"}, "data.columns: {text: poem}"),
+        ({"yes": "a", "chat: 1": [{"role": "user", "content": "a"}]}, "data.columns: {messages: 'chat: 1'}"),
+        ({"dialog": [{"from": "human", "value": "a"}]}, "data.columns: {conversations: dialog}"),
+    ],
+)
+def test_no_match_names_the_mapping_that_works(row: dict[str, Any], setting: str) -> None:
+    with pytest.raises(UserError) as caught:
+        detected(row)
+    assert f"If these are what their names say, set {setting}." in str(caught.value)
+    assert len(str(caught.value)) < 300
+    found = detected(row, mapping=yaml.safe_load(setting.removeprefix("data.columns: ")))
+    assert found.evidence != "as configured"
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        (
+            {"question": "prompt", "answer": "completion"},
+            "It is {field: column}: set data.columns: {prompt: question, ",
+        ),
+        ({"question": "instruction", "output": "answer"}, "set data.columns: {instruction: question, output: answer}."),
+        ({"prompt": "qestion", "completion": "answer"}, "Set data.columns: {prompt: question, completion: answer}."),
+        ({"instruction": "frage", "output": "antwort"}, "Set data.columns: {instruction: question, output: answer}."),
+        ({"text": "absent"}, "Correct them."),
+        ({"instruction": "answer", "output": "anwser"}, "Correct them."),  # never one column for both
+    ],
+)
+def test_wrong_columns_get_the_mapping_that_was_meant(given: dict[str, str], setting: str) -> None:
+    with pytest.raises(UserError, match="columns that the rows lack: .*; the columns are question, answer") as caught:
+        detected({"question": "a", "answer": "b"}, mapping=given)
+    assert setting in str(caught.value)
 
 
 def test_a_mapping_decides_the_format() -> None:
@@ -127,7 +169,9 @@ def test_invalid_format_and_mapping() -> None:
         detected(row, mapping={"promt": "question"})
     with pytest.raises(UserError, match="'sharegtp' .did you mean 'sharegpt'.*Set it to auto, messages"):
         detected(row, wanted="sharegtp")
-    with pytest.raises(UserError, match="columns are question, answer; alpaca needs 'instruction' and 'output'"):
+    with pytest.raises(
+        UserError, match=r"question, answer.* set data.columns: {instruction: question, output: answer}\."
+    ):
         detected(row, wanted="alpaca")
 
 

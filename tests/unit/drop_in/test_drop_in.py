@@ -768,6 +768,8 @@ def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_p
         make(learning_rate=1e-3).train(resume_from_checkpoint=checkpoint)
     assert "- learning_rate: was 0.01, now 0.001" in str(error.value)
     assert "apply them with train(resume_with_changes=True)" in str(error.value)
+    with pytest.raises(UserError, match=r"steps: max_steps=9, train\(resume_from_checkpoint=True, resume_with_"):
+        make(max_steps=9).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(UserError, match=r"^max_steps is 1, .* earlier checkpoint as resume_from_checkpoint.$"):
         make(max_steps=1).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(UserError, match=r"^resume_from_checkpoint is nowhere: the folder does not exist"):
@@ -941,6 +943,8 @@ def test_final_files_are_those_that_the_script_saves(make: Callable[..., Any], t
     trainer.save_model()
     done = recorded()
     assert done["final_files"] == {"model.safetensors": checksum(tmp_path / "out" / "model.safetensors")}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "all weights trained" in card and str(tmp_path) not in card
 
     again = make(save_strategy="steps", save_steps=4)
     assert again.train(resume_from_checkpoint=True).global_step == 4

@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -919,6 +920,14 @@ def test_the_card_has_names_instead_of_paths(run_folder: Path) -> None:
         assert shown in text
     assert card.shortened("org/name") == "org/name" and card.shortened("C:\\a\\b.jsonl") == "b.jsonl"
     assert card.shortened({"a": ["~/x/y", 3, "s3://bucket/key"]}) == {"a": ["y", 3, "s3://bucket/key"]}
+
+
+def test_a_model_in_the_hubs_cache_has_its_name_on_the_hub(run_folder: Path) -> None:
+    cached = "/home/me/.cache/huggingface/hub/models--our-lab--small-1.5/snapshots/0a1b2c"
+    assert card.shortened(cached) == "our-lab/small-1.5"
+    assert "base_model: our-lab/small-1.5\n" in card.text(
+        replace(source.find(run_folder), name=cached), "adapter", None
+    )
 
 
 def test_the_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

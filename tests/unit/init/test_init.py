@@ -99,6 +99,62 @@ def test_questions_are_asked_again_until_the_answer_is_valid(
     assert config.data.eval_fraction == 0 and config.training.output_dir == "outputs/my"
 
 
+@pytest.mark.parametrize(
+    # Steps of an epoch are rows / batch; 60 in all, or 5 epochs; of those 20 log lines, 5 evaluations, one checkpoint.
+    ("rows", "batch", "epochs", "logging", "evaluation", "saving", "held_out"),
+    [
+        (16, 4, 5, 1, None, 10, 0.0),  # 4 steps an epoch
+        (100, 4, 3, 3, 14, 35, 0.1),  # about 90 rows: 23 steps an epoch
+        (500, 16, 2, 3, 13, 31, 0.02),  # about 490 rows: 31 steps an epoch
+        (2000, 16, 1, 6, 25, 62, 0.02),  # about 1960 rows: 123 steps
+        (21_000, 16, 1, 10, 100, 500, 0.02),  # not counted to the end
+    ],
+)
+def test_the_length_fits_the_rows(
+    tiny_model: Path,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: int,
+    batch: int,
+    epochs: int,
+    logging: int,
+    evaluation: int | None,
+    saving: int,
+    held_out: float,
+) -> None:
+    write_rows(here / "rows.jsonl", ROWS["messages"], rows)
+    assert command.main(["--model", str(tiny_model), "--data", "rows.jsonl"]) == 0
+    config = load(["--config", "my.yaml"])
+    training = config.training
+    assert (training.global_batch_size, training.num_train_epochs) == (batch, epochs)
+    assert (config.logging.logging_steps, training.save_steps) == (logging, saving)
+    assert (training.eval_steps or None, config.data.eval_fraction) == (evaluation, held_out)
+    said = f"{rows:,} rows: {epochs} epoch"
+    assert (said in capsys.readouterr().out) is (said in (here / "my.yaml").read_text()) is (rows < detect.COUNTED)
+
+
+def test_the_length_of_raw_text_is_counted_in_pieces(tiny_model: Path, here: Path) -> None:
+    (here / "book.txt").write_text("word " * 64_000)  # 320,000 characters are 40 pieces of 4 x 2,048
+    assert command.main(["--model", str(tiny_model), "--data", "book.txt"]) == 0
+    config = load(["--config", "my.yaml"])
+    assert (config.training.global_batch_size, config.training.num_train_epochs) == (4, 5)
+    assert "in about 40 pieces" in (here / "my.yaml").read_text()
+
+
+def test_the_first_row_is_shown_with_its_mask(tiny_model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(here / "rows.jsonl", ROWS["alpaca"])
+    given = ["--model", str(tiny_model), "--data", "rows.jsonl", "--overwrite"]
+    assert command.main(given) == 0
+    said = capsys.readouterr().out
+    assert "user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in said
+    assert said.index("⟦b") < said.index("Wrote my.yaml")
+    write_rows(here / "rows.jsonl", {"messages": ROWS["messages"]["messages"][:1]})
+    assert command.main(given) == 0
+    said = capsys.readouterr().out
+    assert "warning: these rows cannot be trained yet: " in said and "no_assistant" in said and "Wrote my.yaml" in said
+    assert "rows.jsonl" in said and "init-" not in said
+
+
 def test_nothing_is_replaced_unasked(tiny_model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(here / "rows.jsonl", ROWS["text"])
     (here / "my.yaml").write_text("mine")
@@ -121,7 +177,7 @@ def test_nothing_is_replaced_unasked(tiny_model: Path, here: Path, capsys: pytes
         (["--data", "rows.jsonl"], "--model is missing, and there is no terminal to ask"),
         (["--model", "org/name"], "--data is missing"),
         (["--model", "org/name", "--data", "row.jsonl"], "row.jsonl does not exist"),
-        (["--model", "org/name", "--data", "qa.jsonl"], "--columns instruction=COLUMN,output=COLUMN"),
+        (["--model", "org/name", "--data", "qa.jsonl"], "--columns instruction=question,output=answer"),
         (["--model", "org/name", "--data", "rows.jsonl", "--method", "dpo"], "unknown method: dpo"),
         (["--model", "org/name", "--data", "rows.jsonl", "--columns", "text"], "expected FIELD=COLUMN"),
         (["--model", "empty", "--data", "rows.jsonl"], "a folder with neither config.json"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,12 +124,38 @@ def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> None:
-    """Two lines per rank about other devices, and two about torch 2.13."""
-    import logging
+    """Two lines per rank about other devices."""
+    log = logging.getLogger("torchao")
+    before = log.level
+    with bootstrap.imports():
+        assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
+    assert log.level == before
 
-    for name in ("torchao", "torch.utils._pytree"):
-        log = logging.getLogger(name)
-        before = log.level
-        with bootstrap.imports():
-            assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
-        assert log.level == before
+
+def test_the_known_noise_of_libraries_is_left_out_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries' own calls: a resume with other rows per rank, and an Enum as torchao registers it."""
+    from torch.utils import _pytree
+    from transformers import trainer_utils
+
+    for name in bootstrap.NOISE:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    heard: list[str] = []
+    monkeypatch.setattr(logging.Logger, "callHandlers", lambda log, record: heard.append(record.getMessage()))
+
+    def make_noise() -> None:
+        args = SimpleNamespace(per_device_train_batch_size=2, n_gpu=1)
+        trainer_utils.compare_trainer_and_checkpoint_args(args, SimpleNamespace(train_batch_size=4))
+        _pytree.log.warning("%s is an Enum subclass and is now natively supported by torch.compile as", Path)
+        _pytree.log.warning("something else")
+
+    make_noise()
+    assert len(heard) == 3 and "(from trainer_state.json)" in heard[0]
+    heard.clear()
+    bootstrap.leave_out_noise()
+    bootstrap.leave_out_noise()
+    make_noise()
+    assert heard == ["something else"]
+    assert all(len(logging.getLogger(name).filters) == 1 for name in bootstrap.NOISE)
+    warnings.warn("`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead.", FutureWarning, stacklevel=1)
+    with pytest.raises(FutureWarning):  # as all warnings are errors here
+        warnings.warn("another one", FutureWarning, stacklevel=1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 from finetune.config import Config, TrainingConfig, load
@@ -84,15 +85,29 @@ def test_a_finished_run_says_so_and_changes_nothing(runs: Runs, out: Path, capsy
     assert state(out) == before
 
 
+def test_a_run_has_a_model_card_without_paths_of_this_machine(whole_run: Path, shared: Path) -> None:
+    text = (whole_run / "README.md").read_text()
+    assert "model, fine-tuned by supervised fine-tuning for 6 steps: a LoRA adapter of rank" in text
+    assert "| optimizer steps | 6 |" in text and "max_steps: 6" in text
+    for absent in (str(shared), "More Information Needed", "## Export"):
+        assert absent not in text
+    yaml.safe_load(text.split("---")[1])
+    assert not (whole_run / "checkpoint-6" / "README.md").exists()  # PEFT's
+
+
 def test_a_finished_run_of_a_part_of_an_epoch(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0.3 of an epoch of 10 steps is 3 steps; `--json` gets the results of the finished run."""
     arguments = ("--training.num_train_epochs", "0.3", "--training.save_steps", "2")
     first = runs(tmp_path / "out", *arguments)
     before = state(tmp_path / "out")
     assert runs(tmp_path / "out", *arguments, *RESUME, "--json", str(tmp_path / "again.json")) == first
-    assert "already finished: 3 of 3 steps" in words(capsys)
+    said = words(capsys)
+    assert "already finished: 3 of 3 steps" in said
     assert state(tmp_path / "out") == before
+    further = f"--training.num_train_epochs 1.3 {' '.join(CHANGED)}"
+    assert f"One more epoch: the same command with {further}" in said
     assert json.loads((tmp_path / "again.json").read_text()) == first
+    assert runs(tmp_path / "out", "--training.save_steps", "2", *further.split())["steps"] == 13
 
 
 def test_a_finished_run_without_checkpoints(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +202,7 @@ def test_a_longer_run_under_a_decaying_rate_needs_permission(
     runs(out, *SIX, *RESUME, "--training.max_steps", "9", code=2)
     message = words(capsys)
     assert "was 6, now 9" in message and "resume_with_changes: true" in message
+    assert f"the same command with --training.max_steps 9 {' '.join(CHANGED)}" in message
     assert state(out) == before
     runs.watch()
     again = runs(out, *SIX, *CHANGED, "--training.max_steps", "9")

@@ -28,10 +28,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def progress(*, terminal: bool, start_step: int = 0) -> tuple[ProgressLines, io.StringIO]:
+def progress(*, terminal: bool, start_step: int = 0, lines: bool = False) -> tuple[ProgressLines, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=160, color_system=None)
-    return ProgressLines(console, 100, start_step), file
+    return ProgressLines(console, 100, start_step, lines=lines), file
 
 
 def at(step: int) -> Any:
@@ -78,11 +78,25 @@ def test_a_terminal_labels_the_times_and_keeps_evaluations_as_lines(clock: Clock
     assert "step 10/100: held-out loss 1.6" in shown and "step 20/100: held-out loss 1.4" in shown
 
 
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_terminal_keeps_past_records_if_asked_for(clock: Clock, lines: bool) -> None:
+    progress_lines, file = progress(terminal=True, lines=lines)
+    for step, loss in ((10, 1.5), (20, 1.25)):
+        progress_lines.step(at(step))
+        progress_lines.log(at(step), loss, None, None)
+    progress_lines.close()
+    shown = file.getvalue()
+    assert ("step 10/100: loss 1.5000, elapsed" in shown) is lines
+    assert ("step 20/100: loss 1.2500, elapsed" in shown) is lines
+    assert "loss 1.2500 ━" in shown  # the bar has the last one in any case
+
+
 @pytest.mark.parametrize(
     "width, expected",
     [
         (160, "loss 6.3299, gradient norm 2.933, 1,279 tokens/s per device # 10/24 elapsed 0:00:03, remaining 0:00:05"),
         (100, "loss 6.3299, 1,279 tok/s # 10/24 elapsed 0:00:03, remaining 0:00:05"),
+        (80, "loss 6.3299, 1,279 tok/s # 10/24 elapsed 0:00:03, remaining 0:00:05"),
         (60, "loss 6.3299, 1,279 tok/s # 10/24 remaining 0:00:05"),
         (30, "loss 6.3299 # 10/24"),
         (18, "# 10/24"),

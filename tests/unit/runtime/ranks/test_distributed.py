@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from finetune.errors import UserError
+from finetune.runtime import command
 from finetune.runtime.ranks import distributed, failures, process_group
 
 
@@ -100,13 +103,47 @@ def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() -> None:
     """A launcher ends all ranks with the first that fails: rank 1 may not be it. It is ended by it, or speaks."""
-    assert as_rank("0", RAISE).stderr == "error: [rank 0] bad input\n"
+    assert as_rank("0", RAISE).stderr == "error: bad input\n"  # of all ranks, as far as it can know
     event = "types.SimpleNamespace(wait=lambda *a: os.kill(os.getpid(), 15))"
     patch = f"import os, types; failures.threading = types.SimpleNamespace(Event=lambda: {event})"
     ended = as_rank("1", f"{patch}; {RAISE}")
     assert ended.returncode == -15 and ended.stderr == ""
     alone = as_rank("1", f"failures.QUIET_SECONDS = 0.0; {RAISE}")
     assert alone.returncode == 2 and alone.stderr == "error: [rank 1] bad input\n"
+
+
+@pytest.mark.parametrize(("others", "alike"), [("bad input", True), ("another error", False), (None, False)])
+def test_a_rank_is_named_only_if_the_others_do_not_fail_alike(
+    monkeypatch: pytest.MonkeyPatch, others: str | None, alike: bool
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(failures, "default_store", lambda: store)
+    monkeypatch.setattr(failures, "ALIKE_SECONDS", 0.05)
+    monkeypatch.setattr(distributed, "_host_group", object())
+    monkeypatch.setattr(failures, "stopping", threading.Event())
+    for rank, message in (("1", others), ("0", "bad input")):
+        launch(monkeypatch, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        distributed.ranks.cache_clear()
+        if message is not None:
+            failures.first_failure(message)
+    assert failures.all_ranks_fail_with("bad input") is alike
+
+
+def test_torchs_launcher_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And names as its cause the rank that reports it, not one that was ended for it."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    launch(monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    monkeypatch.setattr(failures, "claim_failure", lambda message: True)
+    command.report(UserError("bad input\n  - a: is no key"))
+    ended = ProcessFailure(local_rank=0, pid=10, exitcode=-15, error_file="<N/A>")
+    failed = ProcessFailure(local_rank=1, pid=11, exitcode=2, error_file=str(file))
+    *_, last, problem, _ = str(ChildFailedError("finetune.train", {0: ended, 1: failed})).splitlines()
+    assert last == "  traceback : error: [rank 1] bad input"
+    assert problem == "    - a: is no key"
 
 
 # --- several machines -------------------------------------------------------------------------------------------------
