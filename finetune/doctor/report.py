@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from finetune.doctor import tested_sets
 from finetune.doctor.inspect import Found
 from finetune.redact import MASK, is_secret_name, redact_tree
 from finetune.runtime.command import new_console
@@ -85,6 +86,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
     yield "Checks", [(one["name"], f"{one['state']}: {one['reason']}") for one in found["checks"]]
     absent = {name: f"unknown: {unknown[name]}" if name in unknown else "not installed" for name in found["versions"]}
     yield "Versions", [(name, value or absent[name]) for name, value in found["versions"].items()]
+    yield "Tested sets of versions", _tested_rows(found)
     yield "Devices", _device_rows(found)
     if found["topology"]:
         yield "Topology", _topology_rows(found)
@@ -108,6 +110,15 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
     rest = [(name, why) for name, why in unknown.items() if name not in shown]
     if rest:
         yield "Unknown", rest
+
+
+def _tested_rows(found: Found) -> Rows:
+    """Each set, and where the installed versions differ from it."""
+    return [
+        (name, f"{tested_sets.about(one)}; {', '.join(differences) or 'the same'}")
+        for name, one in tested_sets.read().items()
+        for differences in [tested_sets.differences(one["versions"], found["versions"])]
+    ]
 
 
 def _device_rows(found: Found) -> Rows:

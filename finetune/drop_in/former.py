@@ -195,7 +195,15 @@ def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
 
 class DataCollatorForCompletionOnlyLM:
     """Loss on what follows `response_template`, as TRL's former collator of this name. With `instruction_template`,
-    on what follows each response template up to the next instruction."""
+    on what follows each response template up to the next instruction.
+
+    Args:
+        response_template: text or token ids before a response. Of several, the last one counts.
+        instruction_template: text or token ids before an instruction.
+        tokenizer: the one that the rows are tokenized with.
+        mlm: ignored, as in TRL's.
+        ignore_index: label of the tokens without loss.
+    """
 
     def __init__(
         self,
@@ -245,6 +253,12 @@ def setup_chat_format(
     model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
     """The ChatML template with its two tokens, and embeddings for them, as TRL's former function of this name.
+
+    Args:
+        resize_to_multiple_of: pad the embeddings to a multiple of this many rows.
+
+    Returns:
+        The model and the tokenizer.
 
     Raises:
         ValueError: another format is asked for, or the tokenizer has a template.

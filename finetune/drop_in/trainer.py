@@ -77,6 +77,18 @@ class SFTTrainer(engine.SFTTrainer):
     ) -> None:
         """
         Args:
+            model: a model, or the name or folder of one. With `--finetune training.strategy=shard`, which splits it
+                over the GPUs, it must be a name.
+            args: `finetune.SFTConfig`, `trl.SFTConfig` or `TrainingArguments`; TRL's defaults if it is None.
+            data_collator: not needed if it only pads. One that computes labels is called once per row, and cannot be
+                used with packing.
+            train_dataset: rows in any format that TRL takes, tokenized or not.
+            eval_dataset: held-out rows, or several sets of them by name.
+            processing_class: the tokenizer; the model's own if it is None.
+            callbacks: as in transformers; they are called on every rank.
+            quantization_config: for a model that is given by name, as in TRL.
+            peft_config: a `LoraConfig`. A model that has an adapter keeps it.
+            formatting_func: takes a row and returns its text, which is then tokenized.
             global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
                 the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if
                 `finetune.SFTConfig` is not given one: the fastest that fits. Without it, a step has
@@ -295,7 +307,8 @@ class SFTTrainer(engine.SFTTrainer):
             resume_with_changes: allow arguments that affect the result to differ from the checkpoint's.
 
         Raises:
-            UserError, RunError: with what is wrong and what to do.
+            UserError: the arguments, the rows or the checkpoint cannot be used.
+            RunError: the run cannot go on, such as for lack of memory.
         """
         refusals.unchanged(self, self._created_with)
         if trial is not None:

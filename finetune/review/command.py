@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import UserError
+from finetune.review import gate
 from finetune.review import run as runs
 from finetune.review.assemble import Review, review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
-from finetune.runtime.files import write_json, write_text
-from finetune.runtime.options import Options, path
+from finetune.runtime.files import plain, write_json, write_text
+from finetune.runtime.options import Options, path, percent
 
 PURPOSE = (
     "Explain recorded runs: what limits each of them, the evidence, what to change and the expected gain."
     " RUN is the output folder of a run, a folder of TensorBoard events (TRL's and Unsloth's included), or a folder of"
     " runs."
 )
-NOTES = "Exit code 0: reviewed, 1: with --strict, a finding is a warning, 2: no run, or an unknown rule."
+NOTES = (
+    "Exit code 0: reviewed, 1: with --strict, a finding is a warning, or a run is worse than the first one by more than"
+    " --max-slowdown or --max-loss-increase allows, 2: no run, an unknown rule, or a run without a"
+    " figure that is compared."
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +36,10 @@ def own_options() -> Options:
     found.add("--html", path, "FILE", "also write one page that needs no server and no network")
     found.add("--explain", str, "RULE", "explain a rule, such as host-bound, and review nothing")
     found.add_switch("--strict", "exit with 1 if a finding is a warning")
+    slower = "exit with 1 if a run is slower than the first one by more: time per step, tokens/s per GPU"
+    found.add("--max-slowdown", percent, "PERCENT", slower)
+    worse = "exit with 1 if a run's last loss or held-out loss is higher than the first one's by more"
+    found.add("--max-loss-increase", percent, "PERCENT", worse)
     return found
 
 
@@ -38,7 +47,7 @@ def run(argv: list[str]) -> int:
     """Read, judge, print, write.
 
     Raises:
-        UserError: no run, an unknown rule, or unknown options.
+        UserError: no run, an unknown rule, unknown options, or a run without a figure that is compared.
     """
     options, _ = own_options().split(argv)
     if options.explain is not None:
@@ -48,16 +57,28 @@ def run(argv: list[str]) -> int:
         return DONE
     if not options.runs:
         raise UserError("no run was given. Give the training.output_dir of a run, or a folder of runs.")
+    limits = gate.Limits(slowdown=options.max_slowdown, loss_increase=options.max_loss_increase)
     result = review(expand(options.runs))
+    compared = _gate(options.runs[0], result, limits) if limits.given else []
     show(result)
+    for line in gate.lines(compared):
+        print_line(line)
     if options.json:
-        write_json(options.json, result.to_dict())
+        gated = {"gate": [one.to_dict() for one in compared]} if limits.given else {}
+        write_json(options.json, result.to_dict() | plain(gated))
     if options.html:
         from finetune.review import page
 
         write_text(options.html, page.html(result.to_dict()))
         print_line(f"wrote {options.html}")
-    return FAILED if options.strict and result.warned else DONE
+    breached = any(one.breached for one in compared)
+    return FAILED if breached or (options.strict and result.warned) else DONE
+
+
+def _gate(first: Path, result: Review, limits: gate.Limits) -> list[gate.Comparison]:
+    if not runs.is_run(first):
+        raise UserError(f"the baseline must be one run: {first} holds several. Give the folder of one of them first.")
+    return gate.compare({one.name: one.run.record for one in result.runs}, limits)
 
 
 def expand(folders: list[Path]) -> list[Path]:

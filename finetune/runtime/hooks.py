@@ -18,13 +18,18 @@ from finetune.errors import RunError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """The functions that a script provides, all optional.
+    """The functions that a script provides, all optional. `finetune.script.run` takes them as arguments.
 
-    tokenizer(tokenizer) -> tokenizer or None: after the tokenizer is loaded, on every rank
-    dataset(tokenizer) -> rows, or (training rows, held-out rows): once per machine, before the ranks connect
-    model(model, tokenizer) -> model or None: after the adapter is added, on every rank
-    trainer(trainer): after the trainer is built, on every rank
-    save(model, tokenizer): after the final model is saved, on the main rank only, once the other ranks have exited
+    Attributes:
+        script: the file of the script.
+        tokenizer: takes the tokenizer, and returns it or a replacement, or None; after it is loaded, on every rank.
+        dataset: takes the tokenizer; returns rows, or a pair (training rows, held-out rows). Called once per machine,
+            before the ranks connect.
+        model: takes the model and the tokenizer, and returns the model or None; after the adapter is added, on every
+            rank.
+        trainer: takes the trainer, after it is built, on every rank.
+        save: takes the model and the tokenizer, after the final model is saved; on the main rank only, once the other
+            ranks have exited.
     """
 
     script: Path | None = None

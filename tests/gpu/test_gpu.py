@@ -382,6 +382,26 @@ def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
     assert hardware.topology_line(machine) in said.stdout, said.stdout + said.stderr  # whatever else is found there
 
 
+@pytest.mark.multigpu
+def test_what_one_gpu_sends_to_another_arrives() -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: every byte, in both directions; a changed one is found."""
+    import torch
+
+    from finetune.doctor import copies
+
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    found = copies.compare(devices)
+    assert len(found) == len(devices) * (len(devices) - 1)
+    assert [one.to_dict() for one in found if one.wrong != 0] == []
+
+    def lossy(source: str, target: str, sent: torch.Tensor) -> torch.Tensor:
+        received = copies.through_torch(source, target, sent)
+        received[-1] ^= 255
+        return received
+
+    assert {one.wrong for one in copies.compare(devices, lossy)} == {1}
+
+
 @pytest.mark.gpu
 def test_memory_is_taken_in_segments_that_grow(tmp_path: Path) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU: what torch's allocator says of itself after the start-up."""

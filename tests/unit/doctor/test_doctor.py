@@ -18,11 +18,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import patches
 from finetune.config import Config, load
-from finetune.doctor import checks, inspect, pinned_versions, report
+from finetune.doctor import checks, copies, inspect, known_pairs, record, report, tested_sets
 from finetune.engine.checkpoint import checkpoints
+from finetune.errors import UserError
 from finetune.runtime import bootstrap
 from tests.helpers import ROOT, launch
 from tests.helpers.nvml import Card, install
@@ -85,10 +87,11 @@ def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
 @pytest.mark.process
 def test_what_is_unknown_has_its_reason(healthy: tuple[str, dict[str, Any]]) -> None:
     text, found = healthy
-    for name in ("cuda", "nccl", "driver"):
+    for name in ("cuda", "nccl", "driver") if torch.version.cuda is None else ("driver",):
         assert found["versions"][name] is None and found["unknown"][name]
         assert f"unknown: {found['unknown'][name]}" in text
-    assert "NVML" in found["unknown"] and "built without CUDA" in found["unknown"]["devices"]
+    why = "built without CUDA" if torch.version.cuda is None else "NVIDIA driver"
+    assert "NVML" in found["unknown"] and why in found["unknown"]["devices"]
 
 
 @pytest.mark.process
@@ -237,7 +240,12 @@ def two_gpus(healthy: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     """What `examine` would have found on a machine with two H200s."""
     found = copy.deepcopy(healthy[1])
     found |= {"devices": gpus(2), "driver_gpus": 2}
+    found["copies"] = [copied("cuda:0", "cuda:1"), copied("cuda:1", "cuda:0")]
     return found
+
+
+def copied(source: str, target: str, wrong: int | None = 0, error: str | None = None) -> dict[str, Any]:
+    return {"source": source, "target": target, "sent": copies.BYTES, "wrong": wrong, "error": error}
 
 
 def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str]:
@@ -246,8 +254,10 @@ def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str
 
 
 @pytest.mark.process
-def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
-    two_gpus["versions"] |= pinned_versions.GPU | {"torch": pinned_versions.GPU["torch"] + "+cu130"}
+def test_two_healthy_gpus(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = tested_sets.read()["GPU install"]["versions"]
+    monkeypatch.setattr(checks, "_installed", tested.get)  # the newest transformers and PEFT are a known bad pair
+    two_gpus["versions"] |= tested | {"torch": tested["torch"] + "+cu130"}
     states = {one["name"]: one["state"] for one in checks.judge(Config(), two_gpus)}
     assert set(states.values()) == {"ok"}, states
     assert verdict("devices", two_gpus) == ("ok", "2 x NVIDIA H200; each ran a kernel")
@@ -342,13 +352,50 @@ def test_versions_that_are_missing_or_not_tested(two_gpus: dict[str, Any], monke
     assert verdict("versions", two_gpus)[0] == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("file", "pins"), [("constraints.txt", pinned_versions.CPU), ("constraints-gpu.txt", pinned_versions.GPU)]
-)
-def test_pinned_versions_are_those_of_the_constraints(file: str, pins: dict[str, str]) -> None:
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-gpu.txt"])
+def test_a_tested_set_of_constraints_has_their_versions(file: str) -> None:
+    (pinned,) = [one["versions"] for one in tested_sets.read().values() if one.get("from") == file]
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-    assert set(pins) == set(bootstrap.LIBRARIES)
-    assert {f"{name}=={number}" for name, number in pins.items()} <= set(lines)
+    assert set(pinned) == set(bootstrap.LIBRARIES)
+    assert {f"{name}=={number}" for name, number in pinned.items()} <= set(lines)
+
+
+def test_every_tested_set_is_in_the_allowed_ranges() -> None:
+    """And has a device, and says where it comes from."""
+    ranges = [Requirement(text) for text in checks._requirements() or []]
+    for name, one in tested_sets.read().items():
+        assert one["device"] in ("cpu", "cuda") and ("from" in one) != ("date" in one), name
+        for requirement in ranges:
+            number = one["versions"].get(requirement.name.replace("-", "_"))
+            assert number is None or requirement.specifier.contains(number), f"{name}: {requirement}, not {number}"
+
+
+def test_the_readme_has_the_tested_sets_of_today() -> None:
+    page, sets = (ROOT / "README.md").read_text(encoding="utf-8"), tested_sets.read()
+    assert record.updated(page, sets) == page, "run `make docs`"
+    newest = sets["make test-newest"]
+    (row,) = [line for line in page.splitlines() if line.startswith("| make test-newest |")]
+    assert newest["date"] in row and newest["versions"]["transformers"] in row and newest["versions"]["trl"] in row
+
+
+def test_a_lane_that_passed_is_recorded_with_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make test-newest` does at its end, on a copy of the checkout's files."""
+    for name in ("constraints.txt", "constraints-gpu.txt", "README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "FILE", tmp_path / "sets.json")
+    installed = {name: "9.9.9+cpu" for name in bootstrap.LIBRARIES} | {"unsloth": None}
+    monkeypatch.setattr(bootstrap, "versions", lambda: installed)
+    assert record.main(["make test-newest"]) == 0
+    written = json.loads((tmp_path / "sets.json").read_text())
+    newest = written["make test-newest"]
+    assert newest["versions"] == {name: "9.9.9" for name in bootstrap.LIBRARIES if name != "unsloth"}
+    assert newest["date"] >= "2026-11-25" and f"| make test-newest | {newest['date']} | 9.9.9 |" in (
+        (tmp_path / "README.md").read_text(encoding="utf-8")
+    )
+    assert written["make test"] == tested_sets.read()["make test"]
+    with pytest.raises(UserError, match="unknown set of versions: `make tea`. Give one of `make test-newest`"):
+        record.main(["make tea"])
 
 
 @pytest.mark.parametrize(
@@ -373,18 +420,189 @@ def test_constraints_pin_what_is_installed_within_its_range(file: str, extras: t
         assert name not in pins or one.specifier.contains(pins[name]), f"{one}, pinned: {pins[name]}"
 
 
+def test_every_lower_bound_is_the_oldest_release_that_is_tested() -> None:
+    """Of the dependencies, and of the extras that a CPU can use; of those for GPUs, what the newest releases are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def pinned(file: str) -> dict[str, Version]:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        pairs = (line.split("==") for line in lines if not line.startswith("#"))
+        return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+    def bound(requirement: Requirement) -> Version:
+        (lowest,) = [one.version for one in requirement.specifier if one.operator == ">="]
+        return Version(lowest)
+
+    extras, oldest, gpu = (
+        project["optional-dependencies"],
+        pinned("constraints-oldest.txt"),
+        pinned("constraints-gpu.txt"),
+    )
+    for requirement in map(Requirement, [*project["dependencies"], *extras["convert"], *extras["plots"]]):
+        assert oldest[canonicalize_name(requirement.name)] == bound(requirement), requirement
+    for requirement in map(Requirement, extras["dev"]):
+        name = canonicalize_name(requirement.name)
+        assert name not in oldest or oldest[name] == bound(requirement), requirement
+    for requirement in map(Requirement, [*extras["flash"], *extras["liger"], extras["unsloth"][0]]):
+        assert gpu[canonicalize_name(requirement.name)] == bound(requirement), requirement
+
+
 @pytest.mark.parametrize(
-    ("devices", "pins"), [([], pinned_versions.CPU), (gpus(1), pinned_versions.GPU)], ids=["cpu", "gpu"]
+    ("devices", "name"),
+    [([], "make test"), ([], "make test-newest"), (gpus(1), "GPU install"), (gpus(1), "GPU records")],
 )
-def test_other_versions_than_the_pinned_ones_are_a_warning(devices: list[dict[str, Any]], pins: dict[str, str]) -> None:
+def test_other_versions_than_a_tested_set_are_a_warning(devices: list[dict[str, Any]], name: str) -> None:
+    pins = tested_sets.read()[name]["versions"]
+
     def found_with(**other: str | None) -> tuple[str, str]:
-        verdict = checks.CHECKS["pinned versions"](Config(), {"devices": devices, "versions": pins | other})
+        found = {"devices": devices, "versions": dict.fromkeys(bootstrap.LIBRARIES) | pins | other}
+        verdict = checks.CHECKS["tested versions"](Config(), found)
         assert verdict is not None
         return verdict
 
-    assert found_with(torch=pins["torch"] + "+cu130", unsloth=None)[0] == "ok"
+    state, reason = found_with(torch=pins["torch"] + "+cu130", unsloth=pins.get("unsloth"))
+    assert state == "ok" and reason.startswith(f"those of {name} ("), reason
     state, reason = found_with(trl="1.99.0")
-    assert state == "warning" and f"trl 1.99.0 (pinned: {pins['trl']})" in reason and "torch" not in reason
+    assert state == "warning" and f"nearest, {name} (" in reason
+    assert f"trl 1.99.0 (tested: {pins['trl']})" in reason and "torch" not in reason
+
+
+def test_what_a_set_was_tested_without_is_a_difference() -> None:
+    newest = tested_sets.read()["make test-newest"]["versions"]
+    assert tested_sets.differences(newest, newest | {"unsloth": "2026.10.9"}) == [
+        "unsloth 2026.10.9 (tested: without it)"
+    ]
+    assert tested_sets.differences(newest, newest | {"bitsandbytes": None}) == []
+
+
+@pytest.mark.process
+def test_the_report_has_the_tested_sets(two_gpus: dict[str, Any]) -> None:
+    two_gpus["versions"] |= tested_sets.read()["make test"]["versions"] | {"trl": "1.99.0"}
+    text = re.sub(" +", " ", report.plain(two_gpus))
+    assert "Tested sets of versions\n make test constraints.txt; trl 1.99.0 (tested: 1.15.0)\n" in text
+
+
+# --- pairs that are known not to work together ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "expected"),
+    [
+        ({"transformers": "5.24.0", "peft": "0.21.2"}, "cpu", ["transformers>=5.24"]),
+        ({"transformers": "5.24.0", "peft": "0.22.0"}, "cpu", []),
+        ({"transformers": "5.23.0", "peft": "0.21.2"}, "cpu", []),
+        ({"transformers": "5.24.0"}, "cpu", []),
+        ({"unsloth": "2026.10.7", "unsloth_zoo": "2026.10.9"}, "cuda", ["unsloth<2026.10.9"]),
+        ({"unsloth": "2026.10.9", "unsloth_zoo": "2026.10.9"}, "cuda", []),
+        ({"flash-attn-4": "4.0.0b37"}, "cuda", ["flash-attn-4!=4.0.0b36"]),
+        ({"flash-attn-4": "4.0.0b36"}, "cuda", []),
+        ({"flash-attn-4": "4.0.0b37"}, "cpu", []),
+        ({"torch": "2.15.0+cu130", "bitsandbytes": "0.50.2"}, "cuda", ["torch>=2.11"]),
+        ({"torch": "2.15.0+cpu", "bitsandbytes": "0.50.2"}, "cpu", []),
+    ],
+)
+def test_pairs_are_found_by_the_installed_versions(installed: dict[str, str], device: str, expected: list[str]) -> None:
+    assert [pair.versions[0] for pair in known_pairs.present(installed.get, device)] == expected
+
+
+def test_a_pair_is_named_with_what_breaks_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ones that runs of this package handle are no warning."""
+
+    def found_with(**installed: str) -> tuple[str, str]:
+        monkeypatch.setattr(checks, "_installed", lambda name: installed.get(name.replace("-", "_")))
+        verdict = checks.CHECKS["known bad pairs"](Config(), {"devices": gpus(1)})
+        assert verdict is not None
+        return verdict
+
+    state, reason = found_with(transformers="5.24.0", peft="0.21.2", torch="2.14.1", bitsandbytes="0.50.2")
+    assert state == "warning" and reason.startswith("transformers>=5.24 with peft<0.22: `add_adapter`,")
+    assert "peft.get_peft_model" in reason and "https://github.com/huggingface/transformers/" in reason
+    assert "FSDP2" not in reason
+    state, reason = found_with(torch="2.14.1", bitsandbytes="0.50.2")
+    assert state == "ok" and reason.startswith(
+        "none; handled: torch>=2.11 with bitsandbytes>=0.43: FSDP2 changes bytes"
+    )
+    assert found_with(torch="2.14.1") == ("ok", "none")
+
+
+def test_transformers_and_peft_of_the_table_do_what_it_says() -> None:
+    """The installed pair: six methods ask for a PEFT that is not installed, or none does."""
+    from transformers.integrations import PeftAdapterMixin
+
+    pair = known_pairs.PAIRS[0]
+    bad = pair in known_pairs.present(checks._installed, "cpu")
+    named = re.findall(r"`(\w+)`", pair.breaks)
+    assert len(named) == 6
+    for name in named:
+        with pytest.raises((ValueError, TypeError)) as said:
+            getattr(PeftAdapterMixin(), name)(*([None] if "able" not in name and "active" not in name else []))
+        assert ("version of PEFT you are using is not compatible" in str(said.value)) == bad, name
+
+
+def test_the_tested_flash_attention_is_the_pinned_one() -> None:
+    """The row of the table, constraints-gpu.txt and the oldest of pyproject.toml."""
+    pinned = re.search(r"^flash-attn-4==(\S+)$", (ROOT / "constraints-gpu.txt").read_text(), re.MULTILINE)
+    assert pinned and any(pair.versions == (f"flash-attn-4!={pinned[1]}",) for pair in known_pairs.PAIRS)
+
+
+def test_rows_of_the_table_are_complete() -> None:
+    for pair in known_pairs.PAIRS:
+        assert pair.versions and pair.breaks and pair.remedy and pair.link.startswith("https://"), pair
+        assert pair.on in ("any", "cuda") and all(Requirement(text).specifier for text in pair.versions)
+
+
+# --- copies from one GPU to another -----------------------------------------------------------------------------------
+
+
+def test_copies_between_all_pairs_are_compared_byte_by_byte() -> None:
+    """Three devices that lose, change, or refuse what is sent."""
+
+    def send(source: str, target: str, sent: torch.Tensor) -> torch.Tensor:
+        received = sent.clone()
+        if (source, target) == ("cuda:0", "cuda:2"):
+            received[5:8] ^= 1
+        if (source, target) == ("cuda:2", "cuda:1"):
+            raise RuntimeError("peer access is not supported")
+        return received
+
+    found = {(one.source[-1], one.target[-1]): one for one in copies.compare(["cuda:0", "cuda:1", "cuda:2"], send)}
+    assert set(found) == {(a, b) for a in "012" for b in "012" if a != b}
+    assert {pair: one.wrong for pair, one in found.items() if one.wrong != 0} == {("0", "2"): 3, ("2", "1"): None}
+    assert found["2", "1"].error == "RuntimeError: peer access is not supported"
+    assert copies.compare(["cuda:0"], send) == []
+
+
+def test_a_copy_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own copies, on the CPU: every byte arrives, or none where the copy is left out."""
+    monkeypatch.setattr(copies, "BYTES", 4096)
+    assert [one.wrong for one in copies.compare(["cpu", "cpu"])] == [0, 0]
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
+    assert [one.wrong for one in copies.compare(["cpu", "cpu"])] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("made", "disabled", "state", "words"),
+    [
+        ([copied("cuda:0", "cuda:1")], None, "ok", "1 copy of 16 MiB, every byte arrived"),
+        (
+            [copied("cuda:0", "cuda:1"), copied("cuda:1", "cuda:0", 1234)],
+            None,
+            "stop",
+            "of 16,777,216 bytes from cuda:1 to cuda:0, 1,234 arrive changed; set NCCL_P2P_DISABLE=1",
+        ),
+        ([copied("cuda:0", "cuda:1", 1)], "1", "warning", "NCCL_P2P_DISABLE=1 keeps NCCL from such copies"),
+        ([copied("cuda:0", "cuda:1", None, "no access")], None, "unknown", "cuda:0 to cuda:1: no access"),
+    ],
+)
+def test_bytes_that_change_on_their_way_would_stop_a_run(
+    made: list[dict[str, Any]], disabled: str | None, state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if disabled:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    got, reason = checks.CHECKS["GPU copies"](Config(), {"copies": made}) or ("", "")
+    assert got == state and words in reason
+    assert checks.CHECKS["GPU copies"](Config(), {"copies": []}) is None
 
 
 def test_requirements_are_those_of_pyproject() -> None:
