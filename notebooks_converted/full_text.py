@@ -5,8 +5,8 @@
     accelerate launch full_text.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
-Left out (details in full_text.report.json): display or check (cell 5); after training, so not part of it
-(cells 8, 9); dead code: `if False:` (cell 11).
+Left out (details in full_text.report.json): after training, so not part of it (cells 8, 9); dead code: `if
+False:` (cell 11).
 Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.1.0. This is a derived work, so
 the notebook's license applies.
 """
@@ -42,6 +42,8 @@ def main() -> None:
             return {"story": [text.strip() + EOS_TOKEN for text in examples["text"]]}
 
         dataset = dataset.map(end_each_story, batched=True, remove_columns=["text"])
+    print(dataset[0]["story"][:200])
+
     trainer = SFTTrainer(
         model=model,
         tokenizer=tokenizer,
@@ -54,7 +56,7 @@ def main() -> None:
             gradient_accumulation_steps=4,
             num_train_epochs=1,
             warmup_steps=20,
-            learning_rate=2e-05,
+            learning_rate=2e-5,
             logging_steps=5,
             save_steps=200,
             optim="adamw_8bit",

@@ -81,20 +81,21 @@ def main() -> None:
         train_dataset=dataset,
         dataset_text_field="text",
         max_seq_length=max_seq_length,
-        packing=False,
+        packing=False,  # Can make training of short sequences faster
         args=SFTConfig(
             per_device_train_batch_size=2,
             gradient_accumulation_steps=4,
             warmup_steps=5,
+            # num_train_epochs = 1, # for a whole run
             max_steps=60,
-            learning_rate=0.0002,
+            learning_rate=2e-4,
             logging_steps=1,
             optim="adamw_8bit",
             weight_decay=0.001,
             lr_scheduler_type="linear",
             seed=3407,
             output_dir="outputs",
-            report_to="none",
+            report_to="none",  # or wandb
         ),
         global_batch_size=8,
     )

@@ -5,9 +5,9 @@
     accelerate launch multi_turn_responses.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
-Left out (details in multi_turn_responses.report.json): a branch that installs (cell 1); display (cell 9);
-display or check (cells 14, 15); memory and time statistics (cell 16); after training, so not part of it
-(cells 18, 20); dead code: `if False:` (cell 23).
+Left out (details in multi_turn_responses.report.json): a branch that installs (cell 1); display (cells 9, 14,
+15); memory and time statistics (cell 16); after training, so not part of it (cells 18, 20); dead code: `if
+False:` (cell 23).
 Generated from multi_turn_responses.ipynb (sha256 77badd00284eb733) by finetune convert 0.1.0. This is a
 derived work, so the notebook's license applies.
 """
@@ -86,8 +86,9 @@ def main() -> None:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             warmup_steps=5,
+            # num_train_epochs = 1, # for a whole run
             max_steps=100,
-            learning_rate=5e-05,
+            learning_rate=5e-5,
             eval_strategy="steps",
             eval_steps=50,
             logging_steps=1,

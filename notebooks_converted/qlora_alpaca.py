@@ -5,9 +5,9 @@
     accelerate launch qlora_alpaca.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
-Left out (details in qlora_alpaca.report.json): a branch that installs (cell 1); unused value (cell 2);
-display or check (cell 5); memory and time statistics (cell 8); after training, so not part of it (cells 10,
-12); dead code: `if False:` (cell 15).
+Left out (details in qlora_alpaca.report.json): a branch that installs (cell 1); unused value (cell 2); memory
+and time statistics (cell 8); after training, so not part of it (cells 10, 12); dead code: `if False:` (cell
+15).
 Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.1.0. This is a derived work,
 so the notebook's license applies.
 """
@@ -69,6 +69,11 @@ def main() -> None:
             formatting_prompts_func,
             batched=True,
         )
+    # A look at the data
+    print(dataset)
+    for row in dataset.select(range(2)):
+        print(row["text"])
+
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
@@ -80,7 +85,7 @@ def main() -> None:
             gradient_accumulation_steps=8,
             warmup_steps=10,
             max_steps=100,
-            learning_rate=0.0002,
+            learning_rate=2e-4,
             logging_steps=1,
             optim="adamw_8bit",
             weight_decay=0.01,

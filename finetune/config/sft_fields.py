@@ -60,22 +60,6 @@ def lora_fields() -> dict[str, Any]:
     return found | {"init_lora_weights": bool | str, "rank_pattern": dict[str, int] | None}
 
 
-PARAMETERS_OF = ("SFTTrainer", "SFTConfig", "TrainingArguments")
-
-
-@cache
-def parameters(name: str) -> frozenset[str]:
-    """The arguments that one of the classes in PARAMETERS_OF takes in the installed release."""
-    if name == "SFTTrainer":
-        body = _class_body("trl", "trainer/sft_trainer.py", name)
-        init = next(one for one in body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-        return frozenset(one.arg for one in [*init.args.args, *init.args.kwonlyargs])
-    classes = _CLASSES if name == "SFTConfig" else _CLASSES[:1]
-    bodies = [_class_body(*one) for one in classes]
-    fields = [one.target for body in bodies for one in body if isinstance(one, ast.AnnAssign)]
-    return frozenset(one.id for one in fields if isinstance(one, ast.Name))
-
-
 @cache
 def choices(name: str) -> tuple[str, ...]:
     """The values that SFTConfig allows for one of the names in CHOICES."""

@@ -1,8 +1,8 @@
 """The checks that every script must pass before it is written.
 
-V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or redefined name; V3 nothing in it
-misbehaves on several ranks; V4 each kept statement is the notebook's, and every statement is in the report. V6, that a
-second conversion produces the same bytes, and the witness are in `command`.
+V1 it parses on the oldest supported Python; V2 ruff finds no undefined name; V3 nothing in it misbehaves on several
+ranks; V4 each kept statement is the notebook's, and every statement is in the report. V6, that a second conversion
+produces the same bytes, and the witness are in `command`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Set
 from typing import Any
@@ -24,7 +23,7 @@ from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.arguments import CHANGED_ARGUMENTS
 from finetune.convert.script.report import Conversion
-from finetune.convert.source import ruff
+from finetune.convert.source import run_ruff
 
 OLDEST = (3, 11)
 
@@ -68,36 +67,12 @@ def parses(script: str) -> None:
 
 
 def names_are_defined(notebook: Notebook, script: str) -> None:
-    """V2: ruff finds no undefined, unused or redefined name."""
-    done = subprocess.run(
-        [
-            ruff(),
-            "check",
-            "--isolated",
-            "--no-cache",
-            "--select",
-            "F,E9",
-            "--ignore",
-            "F541",
-            "--target-version",
-            "py311",
-            "--output-format",
-            "concise",
-            "--stdin-filename",
-            "script.py",
-            "-",
-        ],
-        input=script.encode(),
-        capture_output=True,
-        check=False,
-    )
+    """V2: ruff finds no undefined name, and no statement outside of where it may stand."""
+    done = run_ruff("check", script, *"--no-cache --select F82,F7,E9 --output-format concise".split())
     if done.returncode:
-        own = _own_imports(notebook, script)
-        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, own)]
-        found = [line for line in found if line.startswith("script.py")]
+        found = [line for line in done.stdout.decode().splitlines() if line.startswith("script.py")]
         _refuse_undefined(notebook, found)
-        if found or done.returncode > 1:
-            raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
+        raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
 
 
 def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
@@ -110,45 +85,6 @@ def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
     if users:
         names = ", ".join(f"`{name}`" for name in sorted(missing))
         raise Refusal("R4", f"no cell defines {names}; define or import what is missing", users[0])
-
-
-def _was_there(line: str, notebook: Notebook, own_imports: set[int]) -> bool:
-    """Whether the notebook's author is responsible: an unused local, a repeated key, a name that is defined or imported
-    twice, an import in `try:` that only tests for a package, or an unused import in a function."""
-    number = re.match(r"script\.py:(\d+)", line)
-    unused = " F401 " in line
-    tests = unused and "importlib.util.find_spec" in line
-    own = unused and number is not None and int(number[1]) in own_imports
-    twice = re.search(r"`(\w+)` redefined", line) if " F811 " in line else None
-    again = twice is not None and _bindings(notebook, twice[1]) > 1
-    patches = unused and "`unsloth` imported" in line  # it is imported for what it changes
-    return tests or own or patches or again or " F841 " in line or " F601 " in line
-
-
-def _bindings(notebook: Notebook, name: str) -> int:
-    """How often the notebook imports or defines a name."""
-    nodes = [node for statement in notebook.statements for node in ast.walk(statement.node)]
-    imported = [(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)]
-    defined = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    return [*imported, *defined].count(name)
-
-
-def _own_imports(notebook: Notebook, script: str) -> set[int]:
-    """Lines of the script with an import that is inside a function or class of the notebook."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    own = {
-        ast.unparse(inner)
-        for statement in notebook.statements
-        if isinstance(statement.node, kinds)
-        for inner in ast.walk(statement.node)
-        if isinstance(inner, ast.Import | ast.ImportFrom)
-    }
-    tree = ast.parse(script)
-    top = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in top]
-    return {
-        line for node in imports if ast.unparse(node) in own for line in range(node.lineno, (node.end_lineno or 0) + 1)
-    }
 
 
 def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
@@ -253,9 +189,6 @@ def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
                 raise NotVerified("V4", f"cell {statement.cell}: {needed[0]} is read, but {head} was left out")
             for name in found.binds:
                 live.pop(name, None)
-
-
-_WITHOUT_EFFECT = r"os\.environ|\w+\.(tokenizer|processing_class|is_parallelizable|model_parallel)$"
 
 
 def _assigned(statement: Statement, entry: dict[str, Any]) -> set[str]:

@@ -154,17 +154,14 @@ def steps(path: Path) -> tuple[Any, Any]:
     """Read, classify and write. Returns the notebook and the unverified conversion."""
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
-    from finetune.convert.analysis.roles import live_statements
     from finetune.convert.notebook.modules import refuse_missing
-    from finetune.convert.notebook.prepare import name_the_trainer
     from finetune.convert.notebook.pushes import save_what_is_pushed
     from finetune.convert.notebook.secrets import note_variables
     from finetune.convert.script.write import write
 
     notebook, notes = without_secrets(path)
-    name_the_trainer(notebook)
     notes += save_what_is_pushed(notebook)
-    program = Program(live_statements(notebook))
+    program = Program(notebook.live)
     refuse_by_kind(notebook, program)
     conversion = write(notebook, program, notes)
     conversion.report["notes"] += note_variables(notebook, conversion.script)
@@ -175,19 +172,18 @@ def steps(path: Path) -> tuple[Any, Any]:
 def without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.analysis.classify import text_cells, unparsed_after_training
-    from finetune.convert.notebook.files import one_name_per_file
+    from finetune.convert.notebook.files import in_working_folder
     from finetune.convert.notebook.modules import inline_modules
-    from finetune.convert.notebook.prepare import prepare_by_todays_name, settle_globals, train_by_method
+    from finetune.convert.notebook.prepare import settle_globals, train_by_method
     from finetune.convert.notebook.read import read
-    from finetune.convert.notebook.results import results_in_working_folder
     from finetune.convert.notebook.resumed import leave_out_resumed
     from finetune.convert.notebook.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
-    notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
-    notes += leave_out_resumed(notebook) + one_name_per_file(notebook) + results_in_working_folder(notebook)
+    notes = inline_modules(notebook, path.parent)
+    notes += leave_out_resumed(notebook) + in_working_folder(notebook)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

@@ -19,15 +19,11 @@ from finetune.config import arguments as ours
 # How each kind is compared with a call, and what it means. A kind of "method" is compared with the last part of the
 # call's name; of "package" with its first part; of "name" with all of it, where `*` is anything and `x.*` includes `x`.
 KINDS: dict[str, tuple[str, str]] = {
-    "looks": ("method", "computes or displays: left out if nothing needs its value"),
-    "keeps": ("method", "does not change its receiver, even if its value is unused"),
+    "looks": ("method", "computes: left out if its value is unused"),
     "mutates": ("method", "changes its receiver, even if its value is used"),
     "fills": ("method", "changes a list, dict, set or counter, and nothing else"),
-    "changes": ("method", "changes a model, tokenizer or trainer"),
-    "in place": ("method", "changes a model in place, as does `*_` of torch.nn.init"),
     "casts": ("method", "changes a module in place"),
     "prints": ("method", "does not change its arguments"),
-    "displays": ("method", "displays its arguments"),
     "writes": ("method", "writes the file or folder that it is given"),
     "saves": ("method", "saves the model"),
     "exports": ("method", "kept, after training, on the main rank"),
@@ -36,11 +32,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "moves": ("method", "moves the model or sets its mode"),
     "runs text": ("method", "runs text as code"),
     "command line": ("method", "reads the command line"),
-    "computes": ("package", "its functions compute or display, unless another row says more"),
-    "shows": ("package", "it displays, draws, logs or measures what it is given"),
+    "computes": ("package", "known, so no module of the notebook's own repository"),
+    "shows": ("package", "draws or measures, and need not be installed: left out if nothing needs its value"),
     "configured": ("package", "setting its attributes changes the training"),
     "installed": ("package", "a run may import it, so no script may have its name"),
-    "acts": ("name", "changes something outside the notebook, or the state of the process"),
     "account": ("name", "an account or tracker: left out"),
     "fetches": ("name", "downloads data of its package: kept, once per machine, if the script uses the package"),
     "secret": ("name", "reads a secret: `os.environ.get`"),
@@ -77,68 +72,37 @@ _PUBLISH = "publish the finished folder with `hf upload`"
 CALLS = (
     # Methods and functions, by the last part of their name.
     Call(
-        "absolute add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
-        " convert_ids_to_tokens copy current_device device_count dim drop dropna empty_cache encode_plus endswith"
-        " expanduser features fillna filterwarnings findall flatten format from_dict from_list from_pandas getLogger"
-        " get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin isoformat item iterrows"
-        " itertuples join joinpath json loc lower map match merge mkdir most_common named_children now numel"
-        " perf_counter raise_for_status read readlines removeprefix removesuffix rename replace reset_index resolve"
-        " search setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
-        " sort_values split splitlines squeeze stack startswith str strftime strip sub text text_generation time title"
-        " to_list tolist total_seconds train_on_responses_only unsqueeze upper zfill casefold center expandtabs find"
-        " format_map isalnum isalpha isascii isdecimal isidentifier islower isnumeric isprintable isspace istitle"
-        " isupper ljust lstrip maketrans partition rfind rindex rjust rpartition rsplit rstrip swapcase translate",
-        "looks",
-    ),
-    Call(
         "apply_chat_template batch_decode convert_tokens_to_ids corr count cpu decode describe encode filter get"
         " get_input_embeddings get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head"
         " idxmin isnull items keys max mean median min mode modules named_modules named_parameters nlargest notnull"
         " nsmallest num_parameters nunique parameters parse_response quantile remove_columns rename_column sample"
         " select show state_dict std sum tail take to_dict to_pandas tokenize train_test_split unique value_counts"
         " values var",
-        "looks, keeps",
+        "looks",
     ),
-    Call("get_chat_template to_diff_dict to_json_string", "keeps"),
-    Call("generate hist info plot", "looks, keeps, prints"),
-    Call("len", "looks, prints"),
-    Call("debug warning", "prints"),
-    Call("Audio HTML Image Markdown clear_output show_state", "displays"),
-    Call("print pprint", "displays, prints"),
-    Call("display", "displays, prints, keeps"),
+    Call("debug display generate info len pprint print warning", "prints"),
     Call("appendleft subtract", "fills"),
-    Call("add clear discard insert pop popitem remove reverse setdefault sort", "fills, mutates"),
-    Call("append extend update", "fills, mutates, changes"),
-    Call("add_callback add_special_tokens add_tokens remove_callback resize_token_embeddings", "mutates, changes"),
-    Call("add_faiss_index mount pop_callback seed set_format shuffle_ with_format_", "mutates"),
-    Call("to", "looks, keeps, casts, moves"),
-    Call("cuda", "looks, keeps, moves"),
-    Call("half float", "keeps, casts"),
-    Call("bfloat16", "casts"),
-    Call("double type", "casts"),
-    Call("requires_grad_", "casts, in place"),
+    Call("add append clear discard extend insert pop popitem remove reverse setdefault sort update", "fills, mutates"),
     Call(
-        "reset_parameters normal_ uniform_ zero_ fill_ copy_ mul_ add_ constant_ ones_ zeros_ eye_ trunc_normal_"
-        " xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ load_state_dict"
-        " register_forward_hook register_forward_pre_hook set_adapter disable_adapter_layers enable_adapter_layers"
-        " delete_adapter load_adapter",
-        "in place",
+        "add_callback add_faiss_index add_special_tokens add_tokens enable_input_require_grads"
+        " gradient_checkpointing_enable mount pop_callback remove_callback resize_token_embeddings seed set_format"
+        " shuffle_ with_format_",
+        "mutates",
     ),
-    Call("train", "keeps, moves, on the trainer"),
-    Call("eval", "looks, keeps, moves, runs text"),
-    Call("for_training", "looks, keeps, moves"),
-    Call("for_inference", "looks, keeps, moves"),
-    Call("gradient_checkpointing_enable", "mutates"),
-    Call("enable_input_require_grads", "mutates"),
-    Call("print_trainable_parameters", "looks, keeps"),
-    Call("evaluate", "looks, keeps, on the trainer, on every rank"),
-    Call("data_collator get_eval_dataloader get_train_dataloader", "looks, on the trainer"),
-    Call("log", "on the trainer"),
-    Call("log_metrics predict save_metrics", "keeps, on the trainer"),
-    Call("save_pretrained", "saves, keeps"),
+    Call("bfloat16 double float half requires_grad_ type", "casts"),
+    Call("to", "casts, moves"),
+    Call("cuda for_training", "moves"),
+    Call("for_inference", "moves, prints"),
+    Call("train", "moves, on the trainer"),
+    Call("eval", "moves, runs text"),
+    Call("evaluate", "on the trainer, on every rank"),
+    Call(
+        "data_collator get_eval_dataloader get_train_dataloader log log_metrics predict save_metrics", "on the trainer"
+    ),
+    Call("save_pretrained", "saves"),
     Call("save_model", "saves, prints, on the trainer, on every rank"),
-    Call("save_state", "saves, keeps, on the trainer, on every rank"),
-    Call("push_to_hub", "exports, keeps, on the trainer"),
+    Call("save_state", "saves, on the trainer, on every rank"),
+    Call("push_to_hub", "exports, on the trainer"),
     Call(
         "merge_and_unload push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_openvino push_to_hub_torchao"
         " save_lora save_pretrained_ggml save_pretrained_gguf save_pretrained_merged save_pretrained_openvino"
@@ -152,20 +116,19 @@ CALLS = (
     Call("torch transformers unsloth bitsandbytes", "computes, configured, installed"),
     Call("unsloth_zoo", "configured, installed"),
     Call(
-        "accelerate datasets huggingface_hub numpy packaging pandas peft psutil requests tqdm triton trl xformers",
+        "accelerate datasets huggingface_hub numpy packaging pandas peft psutil requests rich tqdm triton trl xformers",
         "computes, installed",
     ),
-    Call("rich", "computes, shows, installed"),
     Call(
-        "altair bokeh evaluate ipywidgets logging matplotlib plotly pprint prettytable seaborn wordcloud",
+        "altair bokeh evaluate ipywidgets matplotlib plotly prettytable seaborn sklearn tabulate wordcloud",
         "computes, shows",
     ),
     Call("box easydict json math ml_collections munch omegaconf os pathlib re string textwrap types", "computes"),
     Call("yaml", "installed"),
     Call(
         "GPUtil IPython collections copy dataclasses datetime dotenv enum functools gc google importlib inspect"
-        " itertools kaggle_secrets locale nvidia_smi platform pynvml random scipy sklearn sys tabulate time typing"
-        " urllib warnings",
+        " itertools kaggle_secrets locale logging nvidia_smi platform pprint pynvml random scipy sys"
+        " time typing urllib warnings",
         "computes",
     ),
     Call(
@@ -173,15 +136,6 @@ CALLS = (
         "installed",
     ),
     # Full names.
-    Call(
-        "os.exec* os.spawn* os.kill os.fork os.remove os.unlink os.rename os.replace os.rmdir"
-        " os.removedirs sys.settrace sys.setprofile requests.post requests.put requests.delete requests.patch"
-        " urllib.request.urlretrieve datasets.*push_to_hub huggingface_hub.upload_* huggingface_hub.create_repo"
-        " huggingface_hub.delete_* huggingface_hub.HfApi* unsloth.dataprep.* torch.distributed.* torch.set_default*"
-        " torch.set_float32* torch.set_deterministic* torch.use_deterministic* accelerate.*launch*"
-        " *.SyntheticDataKit*",
-        "acts",
-    ),
     Call(
         "wandb.login wandb.init wandb.finish wandb.log wandb.config* wandb.Settings huggingface_hub.login"
         " huggingface_hub.notebook_login huggingface_hub.interpreter_login huggingface_hub.HfFolder*"
@@ -206,7 +160,7 @@ CALLS = (
         " subprocess.getoutput",
         "process",
     ),
-    Call("os.system os.popen", "process, acts"),
+    Call("os.system os.popen", "process"),
     Call("set_seed seed_everything", "seeds", "random numpy torch"),
     Call("random.seed", "seeds", "random"),
     Call("numpy.random.seed", "seeds", "numpy"),

@@ -157,28 +157,19 @@ def _is_text(node: Any) -> bool:
 @functools.lru_cache(maxsize=4)  # V6 converts a second time, with the same texts to format
 def formatted(source: str) -> str:
     """The source, formatted by `ruff format`, so that editors leave it unchanged."""
-    done = subprocess.run(
-        [
-            ruff(),
-            "format",
-            "--isolated",
-            "--line-length",
-            str(LINE),
-            "--target-version",
-            "py311",
-            "--stdin-filename",
-            "script.py",
-            "-",
-        ],
-        input=source.encode(),
-        capture_output=True,
-        check=False,
-    )
+    done = run_ruff("format", source, "--line-length", str(LINE))
     if done.returncode:
         raise UserError(
             f"cannot format the converted script: {done.stderr.decode()[:300]}. Please report this notebook."
         )
     return done.stdout.decode()
+
+
+def run_ruff(command: str, code: str, *options: str) -> subprocess.CompletedProcess[bytes]:
+    fixed = ["--isolated", "--target-version", "py311", "--stdin-filename", "script.py"]
+    return subprocess.run(
+        [ruff(), command, *fixed, *options, "-"], input=code.encode(), capture_output=True, check=False
+    )
 
 
 def ruff() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,11 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __init__(self, *positional: Any, **given: Any) -> None:
         super().__init__(*positional, **todays(given, note=lambda text: print_line(f"TrainingArguments: {text}.")))
+
+
+# Their signatures, by which a script may choose an argument's name.
+functools.update_wrapper(SFTConfig.__init__, trl.SFTConfig.__init__)
+functools.update_wrapper(TrainingArguments.__init__, transformers.TrainingArguments.__init__)
 
 
 def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:

@@ -1,1 +1,1 @@
-"""What a notebook's code does: data flow, roles, kinds."""
+"""What a notebook's code does: data flow, objects, kinds."""

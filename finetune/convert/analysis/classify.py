@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.analysis.names import Program, free_names, root
-from finetune.convert.analysis.objects import Objects
-from finetune.convert.analysis.own_train import own_train_calls, plain_classes
+from finetune.convert.analysis.objects import Objects, own_train_calls, plain_classes
 from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement, is_dead
 from finetune.redact import redact
@@ -131,7 +130,7 @@ def _refuse_torch_rows(program: Program) -> None:
                 continue
             rows = [item.value for item in call.keywords if item.arg in ("train_dataset", "eval_dataset", None)]
             names = {name for value in rows for name in free_names(value)}
-            made, _ = program.slice(names, place)
+            made = program.slice(names, place)
             used = {name for one in made for name in program.effects[one].all_reads} | names
             if found := sorted(kinds & used):
                 reason = (
@@ -311,8 +310,8 @@ def _deciding(program: Program) -> list[tuple[int, ast.AST]]:
             continue
         e = program.effects[place]
         defines = isinstance(statement.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        places |= {place} | program.slice(e.reads | e.changes, place)[0]
-        places |= program.slice(e.late, len(program.statements) if defines else place)[0]
+        places |= {place} | program.slice(e.reads | e.changes, place)
+        places |= program.slice(e.late, len(program.statements) if defines else place)
     nodes = list(live(program.statements[place] for place in sorted(places)))
     used = {node.id for _, node in nodes if isinstance(node, ast.Name)} | {"*"}
 

@@ -6,12 +6,12 @@ import ast
 import builtins
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeGuard
 
-from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Statement
 
 _BUILTINS = frozenset(dir(builtins))
@@ -169,14 +169,15 @@ class _Visitor:
             self.expression(target)
 
     def _bare(self, value: ast.expr) -> None:
-        """A call whose result is unused changes its receiver or its arguments."""
+        """A call whose result is unused changes its receiver or its arguments, unless it is known to only look."""
         if isinstance(value, ast.Await):
             value = value.value
         if not isinstance(value, ast.Call):
             return
-        if isinstance(value.func, ast.Attribute) and (name := root(value.func)):
+        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        if isinstance(value.func, ast.Attribute) and (name := root(value.func)) and called not in named("looks"):
             self.effects.changes.add(name)
-        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        name = called
         if name in named("prints") or name.startswith(("save_pretrained", "push_to_hub")):
             return
         for argument in [*value.args, *(item.value for item in value.keywords)]:
@@ -363,8 +364,6 @@ class Program:
     def __init__(self, statements: Sequence[Statement]):
         self.statements = list(statements)
         self.effects = [effects(statement.node) for statement in self.statements]
-        self._positions = {statement.id: place for place, statement in reversed([*enumerate(self.statements)])}
-        self._touched: dict[str, tuple[list[int], bool]] = {}
         self._definitions = {
             node.name: node
             for node in (statement.node for statement in self.statements)
@@ -401,10 +400,10 @@ class Program:
         return self._definitions.get(name)
 
     @cached_property
-    def assigned(self) -> dict[str, ast.expr]:
-        """What each name is last assigned, at the top level."""
-        nodes = [statement.node for statement in self.statements]
-        return {name: n.value for n in nodes if isinstance(n, ast.Assign) for name in target_names(n.targets[0])}
+    def methods(self) -> set[str]:
+        """The names of the methods of the notebook's classes."""
+        classes = [one.node for one in self.statements if isinstance(one.node, ast.ClassDef)]
+        return {one.name for node in classes for one in node.body if isinstance(one, ast.FunctionDef)}
 
     @cached_property
     def values(self) -> dict[str, list[ast.AST]]:
@@ -420,30 +419,19 @@ class Program:
                         found.setdefault(name, []).append(value)
         return found
 
-    def position(self, identity: int) -> int:
-        """The position of a statement, by its id."""
-        return self._positions[identity]
-
-    def slice(self, names: Iterable[str], before: int, stop: frozenset[str] = frozenset()) -> tuple[set[int], set[str]]:
-        """What the values of `names` depend on just before position `before`.
+    def slice(self, names: Iterable[str], before: int, stop: Set[str] = frozenset()) -> set[int]:
+        """The positions of what the values of `names` depend on just before position `before`.
 
         Args:
             stop: names that are not followed, because they are passed in from outside.
-
-        Returns:
-            The positions of the statements, and the names in `stop` that they read.
         """
         wanted = [(name, before) for name in names]
         seen: set[tuple[str, int]] = set()
-        passed: set[tuple[str, int, bool]] = set()
+        passed: set[tuple[str, int]] = set()
         places: set[int] = set()
-        given: set[str] = set()
         while wanted:
             name, limit = wanted.pop()
-            if name in stop:
-                given.add(name)
-                continue
-            if (name, limit) in seen:
+            if name in stop or (name, limit) in seen:
                 continue
             seen.add((name, limit))
             for place in self._reaching(name, limit, passed):
@@ -451,60 +439,31 @@ class Program:
                 places.add(place)
                 wanted += [(read, place) for read in e.reads]
                 wanted += [(read, limit) for read in e.late]
-        return places, given
+        return places
 
-    def _reaching(self, name: str, limit: int, passed: set[tuple[str, int, bool]]) -> Iterator[int]:
+    def _reaching(self, name: str, limit: int, passed: set[tuple[str, int]]) -> Iterator[int]:
         """Positions before `limit` that bind or change `name`, back to the last unconditional binding.
 
         `passed`: what a slice has followed so far (added to). It stops where it came by before, unless a statement on
         the way reads names when it is called, which depend on `limit`.
         """
-        touching, is_late = self._touching(name)
-        imported = False  # before the import, only seeding of the module matters
+        touching, is_late = self._touching.get(name, ([], False))
         for place in reversed(touching[: bisect_left(touching, limit)]):
-            if (name, place, imported) in passed and not is_late:
+            if (name, place) in passed and not is_late:
                 return
-            passed.add((name, place, imported))
-            e = self.effects[place]
-            if name in e.binds:
-                yield place
-                if not isinstance(self.statements[place].node, ast.Import | ast.ImportFrom):
-                    return
-                imported = True
-            elif place in self._seeding(name) or (not imported and name in e.may_bind | e.changes):
-                yield place
-
-    def _touching(self, name: str) -> tuple[list[int], bool]:
-        """The positions that may bind, change or seed `name`, and whether one of them reads names when called."""
-        if name not in self._touched:
-            places = sorted({*self._index.get(name, ()), *self._seeding(name)})
-            self._touched[name] = places, any(self.effects[place].late for place in places)
-        return self._touched[name]
+            passed.add((name, place))
+            yield place
+            if name in self.effects[place].binds:
+                return
 
     @cached_property
-    def _index(self) -> dict[str, list[int]]:
+    def _touching(self) -> dict[str, tuple[list[int], bool]]:
+        """Name -> the positions that may bind or change it, and whether one of them reads names when called."""
         found: dict[str, list[int]] = {}
         for place, e in enumerate(self.effects):
             for name in e.binds | e.may_bind | e.changes:
                 found.setdefault(name, []).append(place)
-        return found
-
-    def _seeding(self, name: str) -> set[int]:
-        """The positions that seed the package of an imported name."""
-        return self._seeds.get(self.imports.get(name, name).split(".")[0], set())
-
-    @cached_property
-    def _seeds(self) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {}
-        for place, node in enumerate(statement.node for statement in self.statements):
-            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-                continue
-            name = self.dotted(node.value.func)
-            for key, packages in explained("seeds").items():
-                if name == key or name.endswith("." + key):
-                    for package in packages.split():
-                        found.setdefault(package, set()).add(place)
-        return found
+        return {name: (places, any(self.effects[one].late for one in places)) for name, places in found.items()}
 
     def sets_library(self, node: ast.stmt) -> bool:
         """Whether it sets an option of a library, as in `torch._dynamo.config.x = ...`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler, ast.match_case)
@@ -13,6 +13,7 @@ _PASS_ON = frozenset(
     " setup_chat_format prepare".split()
 )
 _RETURN_SELF = frozenset("to cuda half bfloat16 float train eval merge_and_unload".split())
+_PLAIN_BASES = frozenset({"object", "ABC", "abc.ABC", "Protocol", "typing.Protocol"})
 
 Variable = tuple[ast.AST | None, str]
 
@@ -172,14 +173,58 @@ class Objects:
         if not isinstance(function, ast.FunctionDef):
             return [None]
         names = [one.arg for one in [*function.args.posonlyargs, *function.args.args]]
-        if isinstance(self.scopes.parents.get(function), ast.ClassDef):
-            names = names[1:]
-        calls = [one for one in self.scopes.nodes if isinstance(one, ast.Call) and _last_name(one) == function.name]
+        owner, called = self.scopes.parents.get(function), function.name
+        if isinstance(owner, ast.ClassDef):
+            names, called = names[1:], owner.name if called == "__init__" else called
+        calls = [one for one in self.scopes.nodes if isinstance(one, ast.Call) and _last_name(one) == called]
+        names_of = [getattr(one, "id", getattr(one, "attr", "")) for one in self.scopes.nodes if _is_loaded(one)]
+        if not isinstance(owner, ast.ClassDef) and names_of.count(called) > len(calls):
+            return [None]  # passed on, so it may be called elsewhere
         found: list[ast.expr | None] = []
         for call in calls:
             given = dict(zip(names, call.args, strict=False)) | {item.arg: item.value for item in call.keywords}
             found.append(given.get(parameter.arg))
         return found or [None]
+
+
+def plain_classes(nodes: Iterable[ast.AST]) -> dict[str, ast.ClassDef]:
+    """Classes of the notebook that derive from no class of a library."""
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    found: dict[str, ast.ClassDef] = {}
+    while more := {
+        name: node
+        for name, node in classes.items()
+        if name not in found and all((base := ast.unparse(one)) in _PLAIN_BASES or base in found for one in node.bases)
+    }:
+        found |= more
+    return found
+
+
+def own_train_calls(nodes: Sequence[ast.AST]) -> set[ast.AST]:
+    """The calls `x.train(...)` in which x is certainly an object of a plain class of the notebook, which is no trainer.
+
+    Args:
+        nodes: all nodes of the notebook, a node before those inside it.
+    """
+    classes = plain_classes(nodes)
+    if not any(isinstance(one, ast.FunctionDef) and one.name == "train" for c in classes.values() for one in c.body):
+        return set()
+    objects = Objects(nodes)
+
+    def is_plain(value: ast.expr) -> bool:
+        if isinstance(value, ast.Name) and value.id == "self":
+            scope = objects.scopes.scope(value)
+            owner = objects.scopes.parents.get(scope) if scope is not None else None
+            return isinstance(owner, ast.ClassDef) and owner.name in classes
+        made = objects.made_by(value)
+        return bool(made) and all(isinstance(one.func, ast.Name) and one.func.id in {"super", *classes} for one in made)
+
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return {one for one in calls if one.func.attr == "train" and is_plain(one.func.value)}  # type: ignore[attr-defined]
+
+
+def _is_loaded(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Load)
 
 
 def _list(part: object) -> list[object]:

@@ -1,57 +1,74 @@
-"""Files that a notebook writes and reads again, by whatever name: `"rows.jsonl"`, `target`, `/content/rows.jsonl`."""
+"""Paths of a notebook: those on hosted services, which become paths below the working folder, and the files that it
+names."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from finetune.convert.analysis.names import Program, is_path, root, written_path
+from finetune.convert.analysis.names import Program, is_path
 from finetune.convert.notebook.read import Notebook
-from finetune.convert.services import WORKING_FOLDERS
+from finetune.convert.services import SERVICE_FOLDERS, below_working_folder, is_below
 
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
-_CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
 
-def one_name_per_file(notebook: Notebook) -> list[str]:
-    """Write a file's path on a hosted service as its relative path, in place, if the notebook has both names and writes
-    the file. Returns notes for the report."""
-    names = hosted_names(notebook.text, [statement.node for statement in notebook.statements])
+def in_working_folder(notebook: Notebook) -> list[str]:
+    """Write each path in a folder of a hosted service as one below the working folder, in place. Returns notes for the
+    report."""
+    drives = _COPIES.search(notebook.text) is not None  # from the working folder to a drive, perhaps by the same name
+    # In another folder, "rows.csv" is not "/content/rows.csv".
+    others = {text for one in notebook.statements for text in _texts(one.node)}
+    others = others if _CHANGES_FOLDER.search(notebook.text) else set()
     notes = []
     for place, statement in enumerate(notebook.statements):
-        if not (found := sorted(_texts(statement.node) & names.keys())):
+        names = {
+            str(node.value): below_working_folder(str(node.value), drives=drives)
+            for node in _starts(statement.node)
+            if any(is_below(str(node.value), folder) for folder in SERVICE_FOLDERS)
+            and below_working_folder(str(node.value)) not in others
+        }
+        if not names:
             continue
-        same = ast.dump(statement.node) == ast.dump(ast.parse(statement.source).body[0])
-        source = renamed(statement.source if same else ast.unparse(statement.node), names)
+        for node in _starts(statement.node):
+            node.value = names.get(str(node.value), node.value)
+        source = _renamed(statement.source, names)
+        if ast.dump(ast.parse(source).body[0]) != ast.dump(statement.node):
+            source = ast.unparse(statement.node)
         notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
         notes += [
-            f"cell {statement.cell}: {path} became {names[path]}: on the hosted service both are one file"
-            for path in found
+            f"cell {statement.cell}: {path} became {short}: the script saves below its working folder, not on the"
+            " hosted service, and reads there what the notebook has there"
+            for path, short in sorted(names.items())
         ]
     return notes
 
 
-def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
-    """Path on a hosted service -> the relative path of the same file, of files that the parsed code writes and names in
-    both ways. Empty if the code changes its folder."""
-    if _CHANGES_FOLDER.search(code):
-        return {}
-    paths = {text for tree in trees for text in _texts(tree)}
-    written = _written(trees)
-    found: dict[str, str] = {}
-    for path in sorted(paths):
-        for folder in WORKING_FOLDERS:
-            short = path.removeprefix(f"{folder}/")
-            for name in (short, f"./{short}") if short != path else ():
-                if name in paths and short and written & {path, name}:
-                    found.setdefault(path, name)
-    return found
+_CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
+_COPIES = re.compile(r"\b(?:copy(?:2|file|tree)?|move|make_archive)\(|^[^\S\n]*[!%]\s*(?:cp|mv|zip|tar|rsync)\b", re.M)
 
 
-def renamed(source: str, names: dict[str, str]) -> str:
+def _starts(tree: ast.AST) -> list[ast.Constant]:
+    """The texts that may be the start of a path: not those behind another part of a text."""
+    later = {
+        id(one)
+        for node in ast.walk(tree)
+        for one in (
+            node.values[1:]
+            if isinstance(node, ast.JoinedStr)
+            else [node.right]
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+            else []
+        )
+    }
+    texts = [one for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return [one for one in texts if id(one) not in later]
+
+
+def _renamed(source: str, names: dict[str, str]) -> str:
     """The code with the literals of these paths replaced."""
     for path, name in names.items():
         source = re.sub(rf"""(["']){re.escape(path)}(?=\1|{{)""", lambda quoted, name=name: quoted[1] + name, source)
@@ -60,19 +77,6 @@ def renamed(source: str, names: dict[str, str]) -> str:
 
 def _texts(tree: ast.AST) -> set[str]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-
-
-def _written(trees: Sequence[ast.AST]) -> set[str]:
-    """Literal paths that a call writes, itself or by a name that is given the path."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    paths = [path for node in nodes if isinstance(node, ast.Call) and (path := written_path(node)) is not None]
-    names = {root(path) for path in paths} - {None}
-    given = [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
-    ]
-    return {text for one in [*paths, *given] for text in _texts(one)}
 
 
 class Mentioned:

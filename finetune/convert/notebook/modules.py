@@ -54,11 +54,6 @@ def _is_own(top: str, anywhere: bool) -> bool:
     return anywhere or _USUAL.match(top) is not None
 
 
-def own_packages(notebook: Notebook) -> frozenset[str]:
-    """The first parts of the names of `own_modules`."""
-    return frozenset(name.split(".")[0] for name in own_modules(notebook)) - {""}
-
-
 def _modules(node: ast.AST) -> Iterator[str]:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Import):

@@ -83,6 +83,10 @@ class Notebook:
     unparsed: list[tuple[int, str, str]] = field(default_factory=list)  # cell, parser error, text
     text: str = ""  # all code, unchanged
 
+    @property
+    def live(self) -> list[Statement]:
+        return [statement for statement in self.statements if not statement.is_dead]
+
 
 def read(path: Path) -> Notebook:
     """Read a notebook.
@@ -310,29 +314,8 @@ def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) 
             text = ast.unparse(inner)
             _add(notebook, cell, line, text, ast.parse(text).body[0])
         return
-    if isinstance(node, ast.Try) and _only_reports(node):
-        for inner in node.body + node.orelse + node.finalbody:
-            text = ast.unparse(inner)
-            _add(notebook, cell, line, text, ast.parse(text).body[0])
-        return
     statement = Statement(id=len(notebook.statements), cell=cell, line=line, node=node, source=source)
     notebook.statements.append(statement)
-
-
-def _only_reports(node: ast.Try) -> bool:
-    """A loader in `try:` whose handlers only print and raise: they load nothing else instead."""
-    loads = any(isinstance(inner, ast.Attribute) and inner.attr == "from_pretrained" for inner in ast.walk(node))
-    reports = re.compile(r"(print|logg?\w*\.\w+|logging\.\w+|traceback\.print_exc|sys\.exit)$")
-    return loads and all(
-        isinstance(inner, ast.Raise)
-        or (
-            isinstance(inner, ast.Expr)
-            and isinstance(inner.value, ast.Call)
-            and bool(reports.match(ast.unparse(inner.value.func)))
-        )
-        for handler in node.handlers
-        for inner in handler.body
-    )
 
 
 def _constant(test: ast.expr) -> bool | None:

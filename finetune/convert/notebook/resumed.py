@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from finetune.convert.analysis.names import Program, free_names, root, target_names
+from finetune.convert.analysis.names import Program, free_names, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook
 
@@ -126,7 +126,7 @@ def _folder(program: Program) -> str | None:
 
 def _unchanged(program: Program, name: str, earlier: int, place: int, gone: Collection[int]) -> bool:
     """Whether nothing that the trainer was made of may have changed between two places. `gone` are left out."""
-    made, _ = program.slice([name], earlier)
+    made = program.slice([name], earlier)
     ours = {name}.union(*(program.effects[one].binds | program.effects[one].may_bind for one in made))
     ours |= {read for one in made for read in program.effects[one].reads} - set(program.imports)
     for between in range(earlier + 1, place):
@@ -134,7 +134,7 @@ def _unchanged(program: Program, name: str, earlier: int, place: int, gone: Coll
         if isinstance(node, ast.Import | ast.ImportFrom) or _only_uses(node) or between in gone:
             continue
         definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-        if (e.binds | e.may_bind | e.changes) & ours or not definition and _called_reads(program, node) & ours:
+        if (e.binds | e.may_bind | e.changes) & ours or not definition and _calls(program, node, between) & made:
             return False
         if not definition and e.reads & ours:
             ours |= e.binds | e.may_bind  # another name, such as `given = trainer.args`
@@ -149,23 +149,8 @@ def _only_uses(node: ast.stmt) -> bool:
     return call.func.attr in (named("on the trainer") | named("saves")) - {"train", "data_collator"}
 
 
-def _called_reads(program: Program, node: ast.stmt) -> set[str]:
-    """What the notebook's functions read when a statement calls them."""
-    found: set[str] = set()
-    names = free_names(node)
-    while names - found:
-        found |= names
-        names = {
-            read
-            for name in found
-            for one, e in zip(program.statements, program.effects, strict=True)
-            if getattr(one.node, "name", None) == name
-            or isinstance(one.node, ast.Assign)
-            and name in _lambdas(one.node)
-            for read in e.late | e.reads
-        }
-    return found - free_names(node)
-
-
-def _lambdas(node: ast.Assign) -> set[str]:
-    return set(target_names(node.targets[0])) if isinstance(node.value, ast.Lambda) else set()
+def _calls(program: Program, node: ast.stmt, place: int) -> set[int]:
+    """What the notebook's functions that a statement calls depend on."""
+    lambdas = {name for name, values in program.values.items() if any(isinstance(one, ast.Lambda) for one in values)}
+    functions = {name for name in free_names(node) if program.definition(name) is not None} | free_names(node) & lambdas
+    return program.slice(functions, place)

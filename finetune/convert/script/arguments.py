@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 
 from finetune.config.arguments import CONFIG, TRAINER, former, rows
+from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import sft_fields
 from finetune.convert.analysis.names import Program
 from finetune.convert.notebook.read import Refusal
@@ -89,9 +90,8 @@ class Arguments:
         if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not _is_no(value):
             self._say(place, f"`{name}` is left out: the trainer has no eval_dataset")
             return False
-        if name == "report_to" and self._reports_elsewhere(value):
-            item.value = ast.Constant("none")
-            self._say(place, "metrics go to TensorBoard, without an account")
+        if name == "report_to":
+            self._report_to(place, item)
         if name == "output_dir":
             self._note_elsewhere(place, value)
         if name == "seed" and isinstance(value, ast.Constant) and isinstance(value.value, int):
@@ -110,10 +110,19 @@ class Arguments:
                 " writable, or change it"
             )
 
-    @staticmethod
-    def _reports_elsewhere(value: ast.expr) -> bool:
-        names = {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
-        return not names <= {"none", "tensorboard", None}
+    def _report_to(self, place: int, item: ast.keyword) -> None:
+        """Trackers that are named stay; metrics go to TensorBoard anyway."""
+        names = {node.value for node in ast.walk(item.value) if isinstance(node, ast.Constant)}
+        trackers = sorted(str(name) for name in names - {"none", "tensorboard", None})
+        if set(trackers) <= TRACKERS.keys():
+            self.notes += [
+                f"cell {self.program.statements[place].cell}: metrics also go to {name}: log in on this machine before"
+                ' the start, or set report_to="none"'
+                for name in trackers
+            ]
+        else:
+            item.value = ast.Constant("none")
+            self._say(place, "metrics go to TensorBoard, without an account")
 
     # --- the batch ----------------------------------------------------------------------------------------------------
 

@@ -11,21 +11,18 @@ import builtins
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
-from finetune.convert.analysis.changes import gives_own_tokenizer, refuse_late_changes, refuse_patches
+from finetune.convert.analysis.changes import refuse_late_changes, refuse_patches
 from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
-from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
-from finetune.convert.analysis.harmless import adds_path, installs, is_tracker, leaves, only_looks
-from finetune.convert.analysis.names import Program, free_names, in_place, is_import, root, target_names, written_path
-from finetune.convert.analysis.roles import Roles, fetched_package, find_scratch, packages_used
-from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.analysis.environment import environment_key
+from finetune.convert.analysis.names import Program, free_names, is_import, root, target_names, written_path
+from finetune.convert.knowledge import named
 from finetune.convert.notebook.files import Mentioned, is_named
-from finetune.convert.notebook.modules import own_packages
-from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.notebook.read import Notebook, Refusal
+from finetune.convert.script import leave_out
 from finetune.convert.script import rewrite as code
-from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
 
 
@@ -36,8 +33,7 @@ def decide(notebook: Notebook, program: Program) -> Draft:
         Refusal: R0, R2 or R4, for what cannot run on several ranks.
     """
     unsloth = any(dotted.split(".")[0] == "unsloth" for dotted in program.imports.values())
-    roles = Roles(program=program, train=_train(program), own_modules=own_packages(notebook))
-    draft = Draft(notebook=notebook, program=program, roles=roles, train=roles.train, unsloth=unsloth)
+    draft = Draft(notebook=notebook, program=program, train=_train(program), unsloth=unsloth)
     _roles(draft)
     _refuse_unsupported(draft)
     _refuse_generated(draft)
@@ -163,40 +159,39 @@ def _is_model(receiver: ast.expr) -> bool:
 
 def _roles(draft: Draft) -> None:
     """The names of models, tokenizers and trainers, wherever they are bound."""
-    roles, program = draft.roles, draft.program
+    program = draft.program
     for statement in program.statements:
         for node in ast.walk(statement.node):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 _bound_role(draft, list(target_names(node.targets[0])), node.value)
             if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
-                _given_roles(roles, node)
+                _given_roles(draft, node)
     draft.trained = _trained(draft)
-    find_scratch(roles)
 
 
 def _bound_role(draft: Draft, names: list[str], call: ast.Call) -> None:
-    roles, name = draft.roles, draft.program.dotted(call.func)
+    name = draft.program.dotted(call.func)
     last = name.rsplit(".", 1)[-1] or code.method(call)
     owner = name.rpartition(".")[0].rpartition(".")[2] if last == "from_pretrained" else ""
     if last in ("SFTTrainer", "train_on_responses_only"):
-        roles.trainers.update(names)
+        draft.trainers.update(names)
     elif last in ("from_pretrained", "setup_chat_format") and len(names) == 2:
-        roles.models.add(names[0])
-        roles.tokenizers.append(names[1])
+        draft.models.add(names[0])
+        draft.tokenizers.add(names[1])
     elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or "Model" in owner:
-        roles.models.update(names)
+        draft.models.update(names)
     elif last == "get_chat_template" or "Tokenizer" in owner or owner.endswith("AutoProcessor"):
-        roles.tokenizers += names
+        draft.tokenizers.update(names)
 
 
-def _given_roles(roles: Roles, call: ast.Call) -> None:
+def _given_roles(draft: Draft, call: ast.Call) -> None:
     given = {item.arg: item.value for item in call.keywords}
     model = call.args[0] if call.args else given.get("model")
     tokenizer = given.get("processing_class", given.get("tokenizer"))
     if isinstance(model, ast.Name):
-        roles.models.add(model.id)
+        draft.models.add(model.id)
     if isinstance(tokenizer, ast.Name):
-        roles.tokenizers.append(tokenizer.id)
+        draft.tokenizers.add(tokenizer.id)
 
 
 def _refuse_unsupported(draft: Draft) -> None:
@@ -209,7 +204,7 @@ def _refuse_unsupported(draft: Draft) -> None:
         raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
     _refuse_repeated(draft)
     refuse_patches(draft.program, draft.train)
-    refuse_late_changes(draft.program, draft.roles.trainers, draft.train)
+    refuse_late_changes(draft.program, draft.trainers, draft.train)
     for place, statement in enumerate(draft.program.statements):
         for node in ast.walk(statement.node):
             if place < draft.train:
@@ -293,12 +288,11 @@ def _refuse_generated(draft: Draft) -> None:
         if item.arg in ("train_dataset", "eval_dataset", "formatting_func")
     ]
     names = {name for one in expressions for name in free_names(one)}
-    stop = frozenset(draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers))
-    places, _ = draft.program.slice(names - stop, draft.train, stop)
-    for place in sorted(places):
+    stop = draft.roles
+    for place in sorted(draft.program.slice(names - stop, draft.train, stop)):
         statement = draft.program.statements[place]
         text = ast.unparse(statement.node)
-        if code.reads(statement.node) & draft.roles.models and re.search(r"\.generate\(|\bpipeline\(", text):
+        if code.reads(statement.node) & draft.models and re.search(r"\.generate\(|\bpipeline\(", text):
             reason = "the rows are generated by the model; generate them once and load them from a file"
             raise Refusal("R4", reason, statement.cell)
 
@@ -312,9 +306,9 @@ def _trained(draft: Draft) -> set[str]:
             values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
             trained |= {one.id for one in values if isinstance(one, ast.Name)}
             casts = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Name)]
-            trained |= {one.id for one in casts if one.id in draft.roles.models}  # `cast(PreTrainedModel, model)`
+            trained |= {one.id for one in casts if one.id in draft.models}  # `cast(PreTrainedModel, model)`
             if not values:  # `SFTTrainer(**given)`
-                trained |= {one.id for node in nodes for one in _under_model(node)} & draft.roles.models
+                trained |= {one.id for node in nodes for one in _under_model(node)} & draft.models
     given = [one.id for one in ast.walk(nodes[draft.train]) if isinstance(one, ast.Name)]
     trained |= {name for name in given if "model" in name.lower()}  # given to a function or class that trains
     made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]
@@ -324,7 +318,7 @@ def _trained(draft: Draft) -> set[str]:
             for node in made
             if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
             for one in [*node.value.args[:1], *(item.value for item in node.value.keywords if item.arg == "model")]
-            if isinstance(one, ast.Name) and one.id in draft.roles.models
+            if isinstance(one, ast.Name) and one.id in draft.models
         }
         if sources <= trained:
             return trained
@@ -363,23 +357,16 @@ def _makes_trainer(draft: Draft, node: ast.AST) -> bool:
 
 # --- decisions before training ----------------------------------------------------------------------------------------
 
-_DTYPE = re.compile(r"dtype|float|half")
-_LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
-_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
-_STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
-
 
 def _before(draft: Draft) -> None:
     """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
     the like, is dropped."""
-    draft.generated = _generated(draft)
-    reasons = {place: _droppable(draft, place) for place in range(draft.train + 1)}
+    reasons = leave_out.reasons(draft)
     nodes = [statement.node for statement in draft.program.statements]
     reads = {place: code.reads(nodes[place]) for place in reasons}
     makers: dict[str, set[int]] = {}
-    own = _own_methods(draft.program)
     for place, why in reasons.items():
-        for name in set() if why is None else _made(draft, place, why, own):
+        for name in set() if why is None else leave_out.made(draft, place, why):
             makers.setdefault(name, set()).add(place)
     kept: set[int] = set()
     live: set[str] = set()
@@ -391,12 +378,14 @@ def _before(draft: Draft) -> None:
             live |= names
             more = {place for name in names for place in makers.get(name, ())} - kept
         mentioned = Mentioned(nodes[place] for place in kept)
-        packages = packages_used(draft.program, live)
-        more = {place for place in draft.generated - kept if _is_read(draft, place, live, mentioned)}
+        packages = {draft.program.imports[name].split(".")[0] for name in live & draft.program.imports.keys()}
+        files = {place for place in reasons.keys() - kept if reasons[place] == leave_out.GENERATED}
+        more = {place for place in files if _is_read(draft, place, live, mentioned)}
         more |= {
             place
             for place in reasons.keys() - kept
-            if reasons[place] == _FETCHED and fetched_package(draft.program, nodes[place]) in packages
+            if reasons[place] == leave_out.FETCHED
+            and leave_out.fetched_package(draft.program, nodes[place]) in packages
         }
     for place, why in reasons.items():
         if place in kept:
@@ -409,30 +398,6 @@ def _before(draft: Draft) -> None:
             draft.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
 
 
-def _generated(draft: Draft) -> set[int]:
-    """Statements that write a file with what the model generates or an account returns, such as answers to compare
-    with later, or the notebook itself."""
-    made: set[str] = set()
-    found: set[int] = set()
-    roles = draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers)
-    assigned: dict[str, list[ast.expr]] = {}
-    for one in draft.program.statements:
-        for name in code.binds(one.node) if isinstance(one.node, ast.Assign) else ():
-            assigned.setdefault(name, []).append(one.node.value)  # type: ignore[attr-defined]
-    for place, statement in enumerate(draft.program.statements[: draft.train]):
-        node, e = statement.node, draft.program.effects[place]
-        if is_import(node) or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            continue
-        reads = code.reads(node)
-        if code.writes_files(draft.program, node) and (reads & made or _own_file(node, assigned)):
-            found.add(place)
-        elif _account(draft, statement) is not None or _infers(node) or reads & made:
-            made |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles
-        else:
-            made -= e.binds
-    return found
-
-
 def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> bool:
     """Whether kept statements name the file that a statement writes, or a part of its path. `live`: the names that they
     read, `mentioned`: their literals."""
@@ -442,248 +407,11 @@ def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> 
     return bool(not paths or names & live or any(is_named(path, draft.program, mentioned) for path in paths))
 
 
-def _own_file(node: ast.stmt, assigned: Mapping[str, Sequence[ast.expr]]) -> bool:
-    """Whether it writes a notebook. `assigned`: the values of each name."""
-    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
-    named = {one.id for path in paths for one in ast.walk(path) if isinstance(one, ast.Name)}
-    parts = [*paths, *(value for name in named for value in assigned.get(name, ()))]
-    texts = [one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
-    return any(str(text).endswith(".ipynb") for text in texts)
-
-
-_NEVER = (
-    "the script imports no",
-    "installation",
-    "each rank has its own device",
-    "the launcher",
-    "the trainer sets",
-    "the trainer has",
-    "saved before",
-    "left to you",
-)
-
-
-def _made(draft: Draft, place: int, why: str, own_methods: Set[str]) -> set[str]:
-    """The names for which a droppable statement is kept if a kept one reads them. `own_methods`: of the notebook's
-    classes, which may change their object whatever they are called."""
-    node, e = draft.program.statements[place].node, draft.program.effects[place]
-    if is_import(node) or why.startswith(_NEVER) or why == _FETCHED:
-        return set()
-    bound = (e.binds | e.may_bind) - code.own_targets(node)
-    if why in ("inference", _OF_GENERATED):
-        return bound | code.filled(node)
-    if why == "account or service":
-        return bound
-    if why == "a branch that installs":
-        imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
-        return bound - {name for one in imports for name in code.binds(one)}
-    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-    own = call is not None and root(call.func) not in draft.program.imports
-    changes = set(e.changes)
-    looks = own and call is not None and code.method(call) not in {"", *named("mutates"), *own_methods}
-    if call is not None and looks and not any(map(in_place, code.calls(node))):
-        if code.method(call) in named("keeps"):
-            return set()  # a display of an object's, which stays as it is
-        if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
-            changes.discard(str(root(call.func)))  # `df["text"].str.strip()` displays what it makes
-    return bound | changes
-
-
-def _own_methods(program: Program) -> set[str]:
-    """Names of methods of the notebook's classes."""
-    return {name.removeprefix(".") for name in _units(program) if name.startswith(".")}
-
-
-def _droppable(draft: Draft, place: int) -> str | None:
-    """Why a statement may be left out if nothing needs it; None if it must stay."""
-    statement = draft.program.statements[place]
-    node = statement.node
-    if is_import(node):
-        return "unused import"
-    if is_tracker(draft.program, node):
-        return "account or service"
-    if place != draft.train and _of_another_model(draft, place):
-        return "another model"
-    if place == draft.train or sets_up(draft, node):
-        return None
-    if gives_own_tokenizer(draft.program, place):
-        return "the trainer has this tokenizer already"
-    if adds_path(draft.program, node):
-        return "the script imports no module of the repository"
-    for rule in (
-        _left_to_you,
-        _cleaning,
-        _installation,
-        _environment,
-        _fetching,
-        _account,
-        _device,
-        _saving_early,
-        _showing,
-    ):
-        if (why := rule(draft, statement)) is not None:
-            return why
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return "unused definition"
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-    stored = isinstance(target, ast.Subscript) and root(target) in draft.roles.collections  # `results["lora"] = ...`
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and (
-        stored or isinstance(target, ast.Name | ast.Tuple)
-    ):
-        return "unused value" if leaves(draft.roles, node) else None
-    return None
-
-
-def _of_another_model(draft: Draft, place: int) -> bool:
-    """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
-    node, e = draft.program.statements[place].node, draft.program.effects[place]
-    touched = (e.binds | e.may_bind | e.changes) - code.own_targets(node)
-    plain = not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-    return plain and bool(draft.trained and touched) and touched <= draft.roles.models - draft.trained
-
-
-def sets_up(draft: Draft, node: ast.stmt) -> bool:
-    """Whether it loads, adapts or configures what is trained."""
-    words = ("SFTTrainer", "train_on_responses_only", "get_peft_model", "setup_chat_format", "add_callback")
-    names = {draft.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return False
-    loaded = code.binds(node) & draft.roles.models if "from_pretrained" in names else set()
-    return bool(names & set(words)) or bool(loaded & draft.trained if draft.trained else loaded)
-
-
-def _left_to_you(draft: Draft, statement: Statement) -> str | None:
-    call = statement.node.value if isinstance(statement.node, ast.Expr) else None
-    remedy = explained("left to you").get(draft.program.dotted(call.func)) if isinstance(call, ast.Call) else None
-    return None if remedy is None else f"left to you: {remedy}"
-
-
-def _cleaning(draft: Draft, statement: Statement) -> str | None:
-    """`shutil.rmtree("outputs")`, of the trainer's own folder."""
-    node = statement.node
-    calls = [call for call in code.calls(node) if draft.program.dotted(call.func) == "shutil.rmtree"]
-    paths = [call.args[0] for call in calls if call.args]
-    alone = isinstance(node, ast.Expr) or isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse
-    if len(paths) != 1 or not alone:
-        return None
-    configs = (one for each in draft.program.statements for one in code.calls(each.node) if _configures(one))
-    if ast.unparse(paths[0]) not in {ast.unparse(value) for one in configs for value in _folders(one)}:
-        return None
-    return "left to you: a run moves the files of an earlier one aside, and deletes nothing"
-
-
-def _configures(call: ast.Call) -> bool:
-    return ast.unparse(call.func).rpartition(".")[2] in CONFIGS
-
-
-def _folders(call: ast.Call) -> list[ast.expr]:
-    return [*call.args[:1], *(item.value for item in call.keywords if item.arg == "output_dir")]
-
-
-def _installation(draft: Draft, statement: Statement) -> str | None:
-    text = ast.unparse(statement.node)
-    if installs(draft.roles, draft.notebook, statement):
-        return "installation" if code.commands(statement.node) else "a branch that installs"
-    plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-    runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
-    if not (plain and runs):
-        return None
-    only_pip = "ensurepip" in text or "pip.main" in text
-    if (only_pip and not code.commands(statement.node)) or code.only_installs(statement.node):
-        return "installation"
-    return None
-
-
-def _environment(draft: Draft, statement: Statement) -> str | None:
-    name = environment_key(statement.node)
-    if name is None:
-        return None
-    if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
-        reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
-        return reason if reason.startswith("the launcher") else f"account or service: {reason}"
-    return None
-
-
-_FETCHED = "a download that nothing kept uses"
-
-
-def _fetching(draft: Draft, statement: Statement) -> str | None:
-    return _FETCHED if fetched_package(draft.program, statement.node) else None
-
-
-def _account(draft: Draft, statement: Statement) -> str | None:
-    node = statement.node
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return None
-    names = [draft.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
-    if any(matches("account", name) or _LOGIN.search(name) for name in names):
-        return "account or service"
-    made = draft.program.dotted(node.value.func) if isinstance(getattr(node, "value", None), ast.Call) else ""  # type: ignore[attr-defined]
-    if isinstance(node, ast.Assign) and matches("service", made) and made.rsplit(".", 1)[-1][:1].isupper():
-        return "account or service"  # a client that nothing kept uses
-    return None
-
-
-def _device(draft: Draft, statement: Statement) -> str | None:
-    node = statement.node
-    call = node.value if isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call) else None
-    if isinstance(node, ast.If) and not node.orelse and node.body:
-        inner = [_device(draft, Statement(id=0, cell=0, line=0, node=one, source="")) for one in node.body]
-        return inner[0] if all(inner) else None
-    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS:
-        return "each rank has its own device"
-    if call is None:
-        return None
-    name, last = draft.program.dotted(call.func), code.method(call)
-    own = root(call.func) in draft.roles.models or any(root(one) in draft.roles.models for one in call.args)
-    if name == "torch.cuda.set_device":
-        return "each rank has its own device"
-    if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
-        return "the trainer sets up the model on each rank"
-    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
-    if own and last in named("moves") and not _DTYPE.search(arguments):
-        return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
-    return None
-
-
-def _saving_early(draft: Draft, statement: Statement) -> str | None:
-    node = statement.node
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        roles = draft.roles.models | draft.roles.trainers | set(draft.roles.tokenizers)
-        of_role = root(node.value.func) in roles and code.saves(node)
-        if of_role or code.is_push(draft.program, node.value):
-            return "saved before training; do this once, outside the script"
-    return None
-
-
-def _showing(draft: Draft, statement: Statement) -> str | None:
-    node, text = statement.node, ast.unparse(statement.node)
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return None
-    if isinstance(node, ast.Expr) and not code.calls(node):
-        return "display"
-    if code.writes_files(draft.program, node):
-        return _OF_GENERATED if draft.program.position(statement.id) in draft.generated else None
-    if _infers(node):
-        return "inference"
-    if _STATISTICS.search(text) and leaves(draft.roles, node):
-        return "memory and time statistics"
-    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text):
-        return None
-    return "display or check" if only_looks(draft.roles, node) else None
-
-
-_OF_GENERATED = "a file with values that are left out"
-
-
-def _infers(node: ast.stmt) -> bool:
-    text = ast.unparse(node)
-    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
-
-
 def _note_dropped(draft: Draft, place: int, why: str) -> None:
     statement = draft.program.statements[place]
-    if why.startswith(("left to you", "saved before", "account", _OF_GENERATED)) and not is_import(statement.node):
+    if why.startswith(("left to you", "saved before", "account", leave_out.GENERATED)) and not is_import(
+        statement.node
+    ):
         draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
 
 
@@ -701,7 +429,7 @@ def _after(draft: Draft) -> None:
         made = (e.binds | e.may_bind) - code.own_targets(node)
         if is_import(node):
             continue
-        if _is_export(draft, place) or made & live or (e.changes & live and _droppable(draft, place) is None):
+        if _is_export(draft, place) or made & live or (e.changes & live and leave_out.reason(draft, place) is None):
             kept.add(place)
             live |= code.reads(node)
     end = min((place for place in kept if _undefined(program, place)), default=len(program.statements))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.convert.analysis.names import Program
-from finetune.convert.analysis.roles import Roles
 from finetune.convert.notebook.read import Notebook
 from finetune.convert.script.rewrite import Rewritten
 
@@ -27,14 +26,24 @@ class Draft:
 
     notebook: Notebook
     program: Program
-    roles: Roles
-    train: int
+    train: int  # the place of the statement that trains
     unsloth: bool
+    models: set[str] = field(default_factory=set)
+    tokenizers: set[str] = field(default_factory=set)
+    trainers: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)  # names of the model that is trained, and of what it is made from
-    generated: set[int] = field(default_factory=set)  # statements before training that need what is left out
     decisions: dict[int, Decision] = field(default_factory=dict)
     rewritten: dict[int, Rewritten] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def kept(self, where: str) -> list[int]:
         return [place for place, one in sorted(self.decisions.items()) if one.where == where]
+
+    @property
+    def roles(self) -> set[str]:
+        """The names of models, tokenizers and trainers."""
+        return self.models | self.tokenizers | self.trainers
+
+    def installs(self, cell: int) -> bool:
+        """Whether a cell installs packages and does not train."""
+        return cell in self.notebook.install and self.program.statements[self.train].cell != cell

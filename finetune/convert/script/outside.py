@@ -44,47 +44,37 @@ def _note_hosted_paths(draft: Draft, places: set[int]) -> None:
                 draft.notes.append(f"{path} is a path on a hosted service; change it in the script")
 
 
+_STARTS = ("os.system", "os.popen", "input", "google.colab.files.upload")
+
+
 def _refuse_dependence(program: Program, places: set[int], what: str, left_out: Collection[ast.AST] = ()) -> None:
     """Refuse what a script cannot do, such as using shell output or processes. `left_out`: calls that it does not
     have."""
     for place in sorted(places):
         statement = program.statements[place]
         for node in ast.walk(statement.node):
-            if isinstance(node, ast.Call) and node not in left_out:
-                name = program.dotted(node.func)
-                if name == "__shell__":
-                    raise Refusal(
-                        "R4", f"{what} depend on the output of a shell command; write it into the cell", statement.cell
-                    )
-                if name == "multiprocessing.cpu_count":
-                    continue  # for num_proc: how many processes map the rows changes no row
-                if name.split(".")[0] in ("subprocess", "multiprocessing") or name in (
-                    "os.system",
-                    "os.popen",
-                    "input",
-                    "google.colab.files.upload",
-                ):
-                    raise Refusal(
-                        "R4",
-                        f"{what} depend on {name}(); run it first and write its result into a cell",
-                        statement.cell,
-                    )
-                if matches("service", name):
-                    raise Refusal(
-                        "R4",
-                        f"{what} depend on a service ({name}); call it once and save the result to a file",
-                        statement.cell,
-                    )
-                if matches("other model", name):
-                    raise Refusal(
-                        "R4", f"{what} depend on another model ({name}); save what it makes to a file", statement.cell
-                    )
-                if name.rsplit(".", 1)[-1] in named("command line") and not node.args and not node.keywords:
-                    raise Refusal(
-                        "R4", f"{what} depend on the command line; pass {name}() an empty list", statement.cell
-                    )
+            if isinstance(node, ast.Call) and node not in left_out and (why := _dependence(program, node)):
+                raise Refusal("R4", f"{what} depend on {why}", statement.cell)
         if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
             raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
+
+
+def _dependence(program: Program, call: ast.Call) -> str | None:
+    """What a call depends on outside of the notebook, with the remedy; None if on nothing."""
+    name = program.dotted(call.func)
+    if name == "__shell__":
+        return "the output of a shell command; write it into the cell"
+    if name == "multiprocessing.cpu_count":
+        return None  # for num_proc: how many processes map the rows changes no row
+    if name.split(".")[0] in ("subprocess", "multiprocessing") or name in _STARTS:
+        return f"{name}(); run it first and write its result into a cell"
+    if matches("service", name):
+        return f"a service ({name}); call it once and save the result to a file"
+    if matches("other model", name):
+        return f"another model ({name}); save what it makes to a file"
+    if name.rsplit(".", 1)[-1] in named("command line") and not call.args and not call.keywords:
+        return f"the command line; pass {name}() an empty list"
+    return None
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:

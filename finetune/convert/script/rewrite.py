@@ -164,6 +164,10 @@ class Rewriter(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if (node.module or "").split(".")[0] in ("trl", "transformers"):
             node.names = [alias for alias in node.names if alias.name not in PROVIDED]
+        for alias in node.names if node.module == "peft" else ():
+            if alias.name == _INT8:
+                self.reasons.append(f"{_INT8} is {_KBIT} today")
+                alias.name, alias.asname = _KBIT, alias.asname or _INT8
         return node if node.names else ast.Pass()
 
     def visit_Global(self, node: ast.Global) -> ast.stmt:
@@ -275,6 +279,7 @@ class Rewriter(ast.NodeTransformer):
         return node
 
 
+_INT8, _KBIT = "prepare_model_for_int8_training", "prepare_model_for_kbit_training"
 FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
 
 
@@ -307,15 +312,6 @@ def _secret(program: Program, node: ast.expr) -> ast.expr | None:
     ):
         return None
     return expression("os.environ.get(NAME)", NAME=node.args[0])
-
-
-class _Variables(ast.NodeTransformer):
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        variable = _secret(self.program, node)
-        return self.generic_visit(node) if variable is None else variable
 
 
 def calls(node: ast.AST) -> list[ast.Call]:

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from itertools import pairwise
 
-from finetune.convert.analysis.roles import only_installs
 from finetune.convert.knowledge import matches
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.notebook.secrets import REMOVED
@@ -68,7 +67,7 @@ def refuse_shells(draft: Draft, kept: Sequence[int]) -> None:
                 )
             continue
         named = any(word in literal for word in _words(shell.text) for literal in literals)
-        if only_installs(draft.roles, notebook, shell.cell) and not named:
+        if draft.installs(shell.cell) and not named:
             continue
         if local or named:
             raise Refusal(

@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.convert.analysis.harmless import leaves
 from finetune.convert.analysis.names import Program, is_import
-from finetune.convert.analysis.roles import fetched_package, refuse_list_of_one
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.convert.notebook.secrets import scrub
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.arguments import Arguments
-from finetune.convert.script.decide import decide, sets_up
+from finetune.convert.script.decide import decide
 from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
+from finetune.convert.script.edits import edited
+from finetune.convert.script.leave_out import fetched_package, sets_up
 from finetune.convert.script.outside import refuse_outside
 from finetune.convert.script.report import Conversion, report, slug, title
 from finetune.convert.script.rewrite import Rewriter
@@ -72,12 +72,30 @@ def _refuse_list_of_one(draft: Draft) -> None:
         for call in code.calls(statement.node):
             for item in call.keywords if draft.program.dotted(call.func).endswith("SFTTrainer") else ():
                 if item.arg == "formatting_func":
-                    refuse_list_of_one(draft.program, item.value)
+                    _refuse_list(draft.program, item.value)
+
+
+def _refuse_list(program: Program, function: ast.expr | None) -> None:
+    """Refuse (R4) a formatting_func that returns `[text]`: TRL once gave it 1,000 rows at a time, and so made one text
+    of them; today it gives it one row, and fails."""
+    definition = program.definition(function.id) if isinstance(function, ast.Name) else None
+    if not isinstance(definition, ast.FunctionDef):
+        return
+    values = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return) and node.value is not None]
+    if values and all(
+        isinstance(one, ast.List) and len(one.elts) == 1 and not isinstance(one.elts[0], ast.Starred) for one in values
+    ):
+        name = definition.name
+        raise Refusal(
+            "R4",
+            f"{name}() returns a list with one text, of one row in some releases of TRL and of 1,000 rows in others;"
+            " return the text itself, without the list",
+        )
 
 
 def _tokenizes(draft: Draft) -> bool:
     """Whether the notebook may tokenize its rows itself."""
-    tokenizers = "|".join(map(re.escape, dict.fromkeys([*draft.roles.tokenizers, "tokenizer"])))
+    tokenizers = "|".join(map(re.escape, sorted({*draft.tokenizers, "tokenizer"})))
     source = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
     return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
 
@@ -131,7 +149,6 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
     for place, node in sorted(nodes.items()):
         if is_import(node) and draft.decisions[place].outcome != "dropped":
             _only_used(draft, place, used, once[draft.decisions[place].where])
-    _keep_unsloth(draft)
 
 
 def _used(draft: Draft, place: int) -> set[str]:
@@ -141,7 +158,7 @@ def _used(draft: Draft, place: int) -> set[str]:
 
 def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None:
     """An import without the names that nothing uses, and without those that an earlier one in the same part of the
-    script has (`once`, added to); Unsloth stays, because it patches other libraries."""
+    script has (`once`, added to)."""
     node = draft.rewritten[place].nodes[0]
     if not isinstance(node, ast.Import | ast.ImportFrom):
         draft.decisions[place] = Decision(
@@ -171,22 +188,6 @@ _RANDOM = re.compile(
 )
 
 
-def _keep_unsloth(draft: Draft) -> None:
-    """Keep an import of Unsloth if the script uses no name of it: it patches other libraries."""
-    imports = [place for place in sorted(draft.rewritten) if is_import(draft.program.statements[place].node)]
-    roots = {place: _root(draft.program.statements[place].node) for place in imports}
-    places = [place for place in imports if roots[place] == "unsloth"]
-    if places and all(draft.decisions[place].outcome == "dropped" for place in places):
-        draft.decisions[places[0]] = Decision(outcome="rewritten", where=TOP, reason="only its patches are needed")
-        draft.rewritten[places[0]].nodes = [ast.parse("import unsloth").body[0]]
-
-
-def _root(node: ast.stmt) -> str:
-    """The package of an import."""
-    assert is_import(node)
-    return ((node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
-
-
 def _script(draft: Draft, arguments: Arguments, title: str) -> str:
     body = [*_seed(draft, arguments), *_main(draft), *_exports(draft)]
     nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
@@ -204,12 +205,15 @@ def _top(draft: Draft, used: set[str]) -> list[Part]:
             continue
         target = imports if is_import(draft.program.statements[place].node) else environment
         target += [line for node in draft.rewritten[place].nodes for line in _lines(node)]
+    if draft.unsloth and not any(line.startswith(("from unsloth", "import unsloth")) for line in imports):
+        imports.append("import unsloth")  # for its patches of other libraries
     if not draft.unsloth:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
         imports = [line for line in imports if line != "import os"]
     ours = sorted(code.PROVIDED & used)
-    more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    has_state = any(re.search(r"\bPartialState\b", line) for line in imports)
+    more = ["from accelerate import PartialState"] if "PartialState" in used and not has_state else []
     own_seed = draft.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
@@ -322,7 +326,7 @@ def _is_plain(draft: Draft, place: int) -> bool:
     node = draft.program.statements[place].node
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return True
-    return isinstance(node, ast.Assign) and leaves(draft.roles, node) and _may_wait(draft, place)
+    return isinstance(node, ast.Assign) and "from_pretrained" not in ast.unparse(node) and _may_wait(draft, place)
 
 
 def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
@@ -368,10 +372,11 @@ def _exports(draft: Draft) -> list[Part]:
 
 
 def _part(draft: Draft, place: int) -> Part:
-    """The statement's own text if nothing in it changed, else its new code."""
+    """The statement's own text, with what changed in it; else its new code."""
     done, statement = draft.rewritten[place], draft.program.statements[place]
-    if _is_own_text(statement, done):
-        return Part(text=statement.source, nodes=done.nodes)
+    text = edited(statement.source, done.nodes[0]) if len(done.nodes) == 1 else None
+    if text is not None:
+        return Part(text=text, nodes=done.nodes)
     return own("\n".join(ast.unparse(node) for node in done.nodes))
 
 

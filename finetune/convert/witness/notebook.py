@@ -126,7 +126,7 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
             stand_ins.record_trainer(given)
             given = normalized(given, unsloth, stand_ins)
             stand_ins.record_adapter(given.pop("peft_config", None), given.get("model"))
-            stand_ins.record["own functions"] = own_functions(given)
+            stand_ins.record["own functions"] = stand_ins.own_functions(given)
             args = given["args"]
             before = stand_ins.settings(args), stand_ins.arguments(args)
             self._packing, self._max_length = bool(args.packing), args.max_length
@@ -142,18 +142,11 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
     cls.__init__ = init
 
 
-OWN = ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")
 METHODS = (
     "compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler get_train_dataloader"
     " _get_train_sampler get_batch_samples _prepare_dataset"
 ).split()
 originals: dict[str, Any] = {}
-
-
-def own_functions(given: dict[str, Any]) -> list[str]:
-    """Arguments of the trainer that replace a part of the training."""
-    values = {name: given.get(name) for name in OWN}
-    return [name for name, value in values.items() if value is not None and value != (None, None)]
 
 
 def functions_now(cls: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
             raise ValueError("the trainer is given a `PeftModel` and another `peft_config`")  # as TRL does
         if held is None:
             stand_ins.record_adapter(config, model)
-        stand_ins.record["own functions"] = own_functions(given)
+        stand_ins.record["own functions"] = stand_ins.own_functions(given)
         stand_ins.record["batch"] = given.get("global_batch_size")
         stand_ins.record_trainer(dict(zip(names, positional, strict=False)) | given)
         build(self, *positional, **given)
@@ -82,12 +82,6 @@ def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         "rows": tokenized(trainer.job.data.train, stand_ins),
         "eos": tokenizer.eos_token_id,
     }
-
-
-def own_functions(given: dict[str, Any]) -> list[str]:
-    """Arguments of the trainer that replace a part of the training."""
-    values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
-    return [name for name, value in values.items() if value is not None and value != (None, None)]
 
 
 def tokenized(rows: Any, stand_ins: Any) -> list[Any]:

@@ -1098,6 +1098,12 @@ def arguments(args: Any) -> dict[str, Any]:
     return {name: _plain(getattr(args, name, None)) for name in ARGUMENTS} | {"rows per step": batch}
 
 
+def own_functions(given: Mapping[str, Any]) -> list[str]:
+    """Arguments of the trainer that replace a part of the training."""
+    values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
+    return [name for name, value in values.items() if value is not None and value != (None, None)]
+
+
 def record_trainer(given: Mapping[str, Any]) -> None:
     """What a program gives to its trainer, beside the training arguments."""
     held = given.get("eval_dataset")

@@ -11,8 +11,9 @@ from finetune.config import arguments
 from finetune.convert import knowledge
 from tests.helpers import ROOT
 
-SOURCES = "\n".join(
-    path.read_text() for path in sorted((ROOT / "finetune/convert").rglob("*.py")) if path.name != "knowledge.py"
+SOURCES = "\n".join(  # without the tables themselves
+    path.read_text().partition("_rows(kind")[2] if path.name == "knowledge.py" else path.read_text()
+    for path in sorted((ROOT / "finetune/convert").rglob("*.py"))
 )
 
 
@@ -46,8 +47,6 @@ def test_an_unknown_kind_is_a_mistake():
         ("service", "openai", "my.openai"),
         ("account", "wandb.init", "wandb.sweep"),
         ("account", "google.colab.drive.mount", "google.colab"),
-        ("acts", "os.execvp", "os.environ.get"),
-        ("acts", "accelerate.commands.launch", "accelerate.Accelerator"),
         (
             "other model",
             "transformers.AutoModelForCausalLM.from_pretrained",

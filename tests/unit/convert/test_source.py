@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from finetune.convert import main
 from finetune.convert.command import Outcome, convert, write
 from finetune.convert.notebook.read import read
+from finetune.convert.script.edits import edited
 from finetune.convert.source import Part, comment, docstring, expression, own, script, visible_comments
 from finetune.errors import RunError
 from tests.helpers import ROOT
@@ -290,3 +291,64 @@ def test_half_of_a_character_is_named(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]}))
     ((index, why, _),) = read(tmp_path / "n.ipynb").unparsed
     assert index == 0 and "half of a character (a lone surrogate)" in why
+
+
+# --- the notebook's text with what was rewritten in it ----------------------------------------------------------------
+
+CALL = """# the trainer
+trainer = SFTTrainer(
+    model,  # with its adapter
+    args=SFTConfig(learning_rate=2e-4, report_to="wandb",  # online
+                   max_steps=60),
+    eval_dataset=None,  # none yet
+)"""
+
+# What changes in a statement -> its text afterwards.
+EDITS = {
+    "nothing": (CALL, lambda call: None, CALL),
+    "an argument is added": (
+        CALL,
+        lambda call: call.keywords.append(ast.keyword("global_batch_size", ast.Constant(8))),
+        CALL[:-1] + "global_batch_size=8)",
+    ),
+    "one is left out, with its comment": (
+        CALL,
+        lambda call: call.keywords.pop(),
+        CALL.replace("eval_dataset=None,  # none yet", ""),
+    ),
+    "one inside is another": (
+        CALL,
+        lambda call: setattr(call.keywords[0].value.keywords[1], "value", ast.Constant("none")),
+        CALL.replace('"wandb"', "'none'"),
+    ),
+    "without a comma at the end": (
+        "t = f(1, a=0x10)  # six",
+        lambda call: call.keywords.append(ast.keyword("b", ast.Constant(2))),
+        "t = f(1, a=0x10, b=2)  # six",
+    ),
+    "of a call without arguments": (
+        "t = f()",
+        lambda call: call.keywords.append(ast.keyword("b", ast.Constant(2))),
+        "t = f(b=2)",
+    ),
+    "behind letters of several bytes": (
+        't = f("漢字", a=1e3, b=2)',
+        lambda call: call.keywords.pop(),
+        't = f("漢字", a=1e3, )',
+    ),
+    "another function": ("t = trl.f(1e3)", lambda call: setattr(call, "func", ast.Name("f", ast.Load())), "t = f(1e3)"),
+    "another number of arguments": ("t = f(1e3)", lambda call: call.args.append(ast.Constant(2)), "t = f(1000.0, 2)"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_what_is_rewritten_keeps_the_rest_of_the_text(case: str) -> None:
+    source, change, expected = EDITS[case]
+    (new,) = ast.parse(source).body
+    assert isinstance(new, ast.Assign)
+    change(new.value)
+    assert edited(source, ast.fix_missing_locations(new)) == expected
+
+
+def test_a_statement_of_another_kind_is_written_anew() -> None:
+    assert edited("import os  # here", ast.parse("import sys").body[0]) is None

@@ -162,6 +162,17 @@ def test_former_names_of_the_configuration_are_taken(
     assert dataclasses.replace(args, seed=5).seed == 5
 
 
+def test_the_configurations_show_the_arguments_of_the_installed_release() -> None:
+    """Scripts choose an argument's name by it: `"max_length" in inspect.signature(SFTConfig).parameters`."""
+    import transformers
+    import trl
+
+    from finetune import SFTConfig, TrainingArguments
+
+    for ours, theirs in ((SFTConfig, trl.SFTConfig), (TrainingArguments, transformers.TrainingArguments)):
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
 def test_unknown_names_of_the_configuration_are_refused_as_by_trl(tmp_path: Path) -> None:
     from finetune import SFTConfig
 

@@ -3,7 +3,8 @@
 # has: df.rename(columns={"q": "question"}, inplace=True)
 # has: df["answer"].fillna("none", inplace=True)
 # has: part.drop(columns=["id"], inplace=True)
-# hasnot: notes
+# has: notes.dropna(inplace=True)
+# hasnot: notes.head
 # cause: `inplace=True` changes the frame: it is no display
 # %%
 import pandas as pd

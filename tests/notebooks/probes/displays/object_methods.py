@@ -1,5 +1,5 @@
 # expect: converted
-# hasnot: print_trainable_parameters
+# has: print_trainable_parameters
 # hasnot: get_memory_footprint
 # hasnot: display(
 # cause: displays by methods of objects, pandas and IPython

@@ -1,6 +1,7 @@
 # expect: converted
-# says: /content/tickets.csv is a path on a hosted service; change it in the script
-# cause: a path of Colab in the drop-in form, which has no settings for it
+# has: data_files="tickets.csv"
+# says: /content/tickets.csv became tickets.csv
+# cause: a path of Colab, where notebooks start in /content
 # %%
 from datasets import load_dataset
 from peft import LoraConfig

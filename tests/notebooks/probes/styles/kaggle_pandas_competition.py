@@ -1,5 +1,5 @@
 # expect: converted
-# hasnot: os.walk
+# has: os.walk
 # cause: Kaggle: csv of a competition, train/validation by sklearn, prompts by apply
 # %%
 import os, warnings, numpy as np, pandas as pd

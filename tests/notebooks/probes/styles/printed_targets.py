@@ -1,6 +1,6 @@
 # expect: converted
-# cause: target modules that are only printed, beside best model by epoch
-# hasnot: print(config
+# cause: target modules that are only printed, which is harmless, beside best model by epoch
+# has: print(config
 # %%
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model

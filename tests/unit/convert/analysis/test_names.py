@@ -42,8 +42,7 @@ def conversion(path: Path) -> None:
 
 def slices(path: Path) -> None:
     program = Program(read(path).statements)
-    places, _ = program.slice(["trainer"], len(program.statements))
-    assert len(places) > len(program.statements) // 2
+    assert len(program.slice(["trainer"], len(program.statements))) > len(program.statements) // 2
 
 
 def calls_of(run: Callable[[Path], None], folder: Path, line: str, count: int) -> int:

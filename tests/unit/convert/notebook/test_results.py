@@ -1,4 +1,4 @@
-"""Where a script saves what the notebook saves on a hosted service."""
+"""Where a script reads and saves what the notebook has on a hosted service."""
 # ruff: noqa: E501  (cells stand as they do in notebooks)
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune.convert.notebook.files import in_working_folder
 from finetune.convert.notebook.read import read
-from finetune.convert.notebook.results import results_in_working_folder
 
 TRAIN = "trainer.train()\n"
 DRIVE = "/content/drive/MyDrive"
@@ -32,7 +32,7 @@ CASES = {
     "an f-string": (f'{TRAIN}model.save_pretrained(f"/content/drive/My Drive/{{name}}")', ["./"]),
     "a table": (
         f'CONFIG = {{"out": "/content/out", "data": "/content/rows"}}\nload(CONFIG["data"])\nSFTConfig(output_dir=CONFIG["out"])\n{TRAIN}',
-        ["out", "out", "/content/rows", "data", "data", "out"],
+        ["out", "out", "rows", "data", "data", "out"],
     ),
     "a class": (f'class CFG:\n    output_dir = "/kaggle/working/out"\n{TRAIN}', ["out"]),
     "a default": (f'def save(path="/content/out"):\n    model.save_pretrained(path)\n{TRAIN}save()', ["out"]),
@@ -47,10 +47,15 @@ CASES = {
         f'SFTConfig(output_dir="/content/out")\n{TRAIN}shutil.copytree("/content/out", "{DRIVE}/out")',
         ["out", "out", "drive/MyDrive/out"],
     ),
-    "rows": (f'load("{DRIVE}/rows.csv")\n{TRAIN}', [f"{DRIVE}/rows.csv"]),
+    "rows": (f'load("{DRIVE}/rows.csv")\n{TRAIN}', ["rows.csv"]),
+    "rows by two names": ('table.to_json("rows.jsonl")\nread("/content/rows.jsonl")', ["rows.jsonl"] * 2),
+    "another file's name": (
+        'os.chdir("/tmp")\ntable.to_json("rows.jsonl")\nread("/content/rows.jsonl")',
+        ["/tmp", "rows.jsonl", "/content/rows.jsonl"],
+    ),
     "rows beside results": (
         f'load("{DRIVE}/x/rows.csv")\n{TRAIN}model.save_pretrained("{DRIVE}/x/out")',
-        [f"{DRIVE}/x/rows.csv", "x/out"],
+        ["x/rows.csv", "x/out"],
     ),
     "rows and results by one name": (
         f'HOME = "{DRIVE}"\nload(f"{{HOME}}/rows.csv")\n{TRAIN}model.save_pretrained(f"{{HOME}}/out")',
@@ -58,7 +63,7 @@ CASES = {
     ),
     "rows in the folder of the results": (
         f'load("/content/x/rows.csv")\nSFTConfig(output_dir="/content/x")\n{TRAIN}',
-        ["/content/x/rows.csv", "x"],
+        ["x/rows.csv", "x"],
     ),
     "a file that is written and read": (
         f'rows.to_json("/content/rows.json")\nload("/content/rows.json")\n{TRAIN}',
@@ -66,7 +71,11 @@ CASES = {
     ),
     "a file in a folder that is read before": (
         f'rows.to_json("/content/d/rows.json")\nload("/content/d")\n{TRAIN}',
-        ["/content/d/rows.json", "/content/d"],
+        ["d/rows.json", "d"],
+    ),
+    "texts that only begin alike": (
+        'read(\'/content/a.jsonl\', "/content/a.jsonl.gz", "x/content/a.jsonl")',
+        ["a.jsonl", "a.jsonl.gz", "x/content/a.jsonl"],
     ),
     "another service's input": (f'{TRAIN}model.save_pretrained("/kaggle/input/x")', ["/kaggle/input/x"]),
     "the middle of a text": (f'{TRAIN}model.save_pretrained(name + "/content/x")', ["/content/x"]),
@@ -81,7 +90,7 @@ def test_results_are_saved_below_the_working_folder(case: str, tmp_path: Path) -
     path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]}))
     notebook = read(path)
     before = [statement.source for statement in notebook.statements]
-    notes = results_in_working_folder(notebook)
+    notes = in_working_folder(notebook)
     nodes = [node for one in notebook.statements for node in ast.walk(one.node)]
     texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
     assert sorted(texts) == sorted(paths)

@@ -261,7 +261,7 @@ GONE = {
     "ensurepip": "import ensurepip\nensurepip.bootstrap()",
     "a login": "from huggingface_hub import login, whoami, HfApi\nlogin()\nprint(whoami())\napi = HfApi()",
     "wandb": 'import wandb\nos.environ["WANDB_API_KEY"] = "x"\nwandb.login()\nrun = wandb.init(project="p")',
-    "display": "rows[0]\nrows.features\nprint(rows)\nrows.to_pandas().head()\nmodel.print_trainable_parameters()",
+    "display": "rows[0]\nrows.features\nrows.to_pandas().head()\n[tokenizer.decode(row).strip() for row in rows['input_ids']]",
     "a histogram": "lengths = [len(tokenizer(r['text'])['input_ids']) for r in rows]\nimport matplotlib.pyplot as plt\nplt.hist(lengths)\nplt.show()",
     "generation": 'inputs = tokenizer("a", return_tensors="pt").to("cuda")\noutputs = model.generate(**inputs)\nprint(tokenizer.decode(outputs[0]))',
     "a pipeline": 'from transformers import pipeline\npipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\npipe("a")',
