@@ -203,7 +203,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                     name: fmean(sum(step[name]) for step in steps) for name in ("forward", "backward", "optimizer")
                 },
                 "phases_of_trace": phases_of_trace(events),
-                "kernels": communication.split_of_kernels(self.profiler.events(), TRACED),
+                "kernels": communication.kernel_communication(self.profiler.events(), TRACED),
                 "exposed_by_trace": exposed_of_trace(events)[: TRACED - 1],
                 "exposed_by_ddp": self.exposed,
                 "tokens_by_hand": self.counted,

@@ -21,7 +21,7 @@ from finetune.data.arrow import batch_rows, dataset_rows
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError, listed
 from finetune.redact import redact
-from finetune.runtime.files import open_regular, read_bytes, special
+from finetune.runtime.files import open_regular, read_bytes, special_kind
 
 Row = dict[str, Any]
 File = Path | RemoteFile
@@ -166,7 +166,7 @@ def _expand_one(name: str) -> Sequence[File]:
     if path.is_dir():
         return _expand_folder(path)
     if path.exists():
-        if kind := special(path):
+        if kind := special_kind(path):
             raise UserError(f"{path} is {kind}, not a file or folder. {_SUPPORTED}")
         if _kind(path) not in KINDS:
             raise UserError(f"{path} has an unsupported extension: {''.join(path.suffixes) or 'none'}. {_SUPPORTED}")

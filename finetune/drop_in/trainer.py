@@ -36,7 +36,7 @@ from finetune.engine.session import Build
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime import scripts
-from finetune.runtime.command import INTERRUPTED, in_words
+from finetune.runtime.command import INTERRUPTED, known_error
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, interrupt, process_group
 
@@ -123,7 +123,7 @@ class SFTTrainer(engine.SFTTrainer):
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
-        with scripts.no_folder_left(Path(given.output_dir)):
+        with scripts.remove_new_folder(Path(given.output_dir)):
             super().__init__(
                 model=loaded,
                 args=settings.for_training(given, self.job.batch),
@@ -299,7 +299,7 @@ class SFTTrainer(engine.SFTTrainer):
         refusals.unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
-        scripts.answered(self)
+        scripts.answer_trainer(self)
         asked = OVERRIDES.get("training.resume_from_checkpoint", resume_from_checkpoint) or False
         training = replace(
             self.job.config.training,
@@ -317,7 +317,7 @@ class SFTTrainer(engine.SFTTrainer):
         except UserError:
             raise
         except Exception as error:
-            if (known := in_words(error)) is None:
+            if (known := known_error(error)) is None:
                 raise
             raise known from error
         if outcome.stopped:

@@ -106,7 +106,7 @@ def run(door: Door, config: Config, record: RunRecord) -> Outcome:
     Raises:
         UserError, RunError: with what is wrong and what to do. run.json has the error if training had begun.
     """
-    with runlock.held(record.path.parent):
+    with runlock.lock(record.path.parent):
         job, start = door.enter(restart.continued(config), record)
         if (done := door.finished(job, start)) is not None:
             report.print_finished(job.config.training.output_dir, done)
@@ -136,7 +136,7 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
         checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
         _begin(job, record, trainer, checkpoint, size, above)
         before, answers_before = door.evaluate(job, built, questions, trained=False)
-        startup.of_this_process().ended("evaluation")
+        startup.current().ended("evaluation")
         with interrupt.deferred():
             output = door.train(trainer, checkpoint, rebuild=start.rebuild)
         _measured(job, record, built, above)
@@ -172,7 +172,7 @@ def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, si
         loss_normalized_by=invariants.divisor(trainer),
         micro_batch=size.to_dict(),
     )
-    start_up = startup.of_this_process()
+    start_up = startup.current()
 
     def find_size() -> None:
         found = above.micro_batch.find(job, trainer)

@@ -438,7 +438,7 @@ def _existing(out: Path) -> Path:
     Raises:
         UserError: a file is in the way.
     """
-    found = files.existing(out.absolute().parent)
+    found = files.nearest_existing(out.absolute().parent)
     if not found.is_dir():
         raise UserError(f"--out {out} is below {found}, which is a file. Give another folder.")
     return found

@@ -65,7 +65,7 @@ class Stack:
 
 
 @contextlib.contextmanager
-def imports() -> Iterator[None]:
+def library_imports() -> Iterator[None]:
     """For importing the libraries: the garbage collector rests, and later collections leave out their objects.
 
     There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
@@ -89,7 +89,7 @@ def imports() -> Iterator[None]:
             gc.enable()
 
 
-@imports()
+@library_imports()
 def start(
     backend: str = "auto",
     log_level: str | None = "warning",
@@ -115,7 +115,7 @@ def start(
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
             for another strategy than DDP.
     """
-    start_up = startup.of_this_process()
+    start_up = startup.current()
     start_up.ended("python")
     _check_strategy()
     _scan_packages_once()
@@ -134,7 +134,7 @@ def start(
         device = "cuda"
     else:
         device = "cpu"
-    cpu_threads.use(device)
+    cpu_threads.set_threads(device)
     too_late = "trl" in sys.modules and "unsloth" not in sys.modules
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
@@ -143,7 +143,7 @@ def start(
     if backend != "transformers":
         verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
     if device == "cuda" and "unsloth" not in sys.modules:  # Unsloth keeps the function it finds
-        flash.offer()
+        flash.install_switch()
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(

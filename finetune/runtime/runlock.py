@@ -38,7 +38,7 @@ _held: set[Path] = set()  # a process is never blocked by its own record locks
 
 
 @contextlib.contextmanager
-def held(output_dir: Path) -> Iterator[None]:
+def lock(output_dir: Path) -> Iterator[None]:
     """Context that keeps other runs out of `output_dir`. Rank 0 holds the lock; other ranks do nothing.
 
     The folder is created if needed, and removed at the end if nothing else was written to it.

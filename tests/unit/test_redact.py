@@ -166,7 +166,7 @@ def test_every_error_is_redacted(capsys: pytest.CaptureFixture[str]) -> None:
         def fail(error: Exception = error) -> int:
             raise error
 
-        assert command.guarded(fail) == getattr(error, "exit_code", 1)
+        assert command.run_guarded(fail) == getattr(error, "exit_code", 1)
         shown = capsys.readouterr().err
         assert secret not in shown and f"no {MASK}" in shown
 

@@ -407,10 +407,10 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
-    if config.model.packed_attention != "torch" and flash.offered():
+    if config.model.packed_attention != "torch" and flash.is_switch_installed():
         from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
 
-        flash_blocks.offer()
+        flash_blocks.install_switch()
     return None
 
 

@@ -171,7 +171,7 @@ def _on_main(metric: Metric, given: list[str], references: list[str]) -> dict[st
     found: dict[str, float] | str = {}
     if distributed.ranks().is_main:
         try:
-            with user_code.errors_named("logging.metric", metric.name):
+            with user_code.user_errors("logging.metric", metric.name):
                 found = _numbers(metric, metric.function(list(given), list(references)))
         except RunError as error:
             found = str(error)

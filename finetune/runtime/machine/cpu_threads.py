@@ -37,21 +37,21 @@ def sleep_while_waiting() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def use(device: str) -> None:
+def set_threads(device: str) -> None:
     """Set the number of threads that this process computes with, by the rule. A script that imported torch first, and
     thereby has spinning threads, keeps its number. On a GPU the number does not matter."""
     if device == "cpu" and not _spinning:
         import torch
 
-        torch.set_num_threads(given() or by_rule(cores(), distributed.ranks().local_world_size))
+        torch.set_num_threads(user_threads() or default_threads(cores(), distributed.ranks().local_world_size))
 
 
-def by_rule(cores: int, ranks: int) -> int:
+def default_threads(cores: int, ranks: int) -> int:
     """Threads of each of `ranks` ranks that share `cores` cores: at least 1."""
     return max(cores // ranks, 1)
 
 
-def given() -> int | None:
+def user_threads() -> int | None:
     """The number that the user has set; None if there is none, or only one that the launcher has set."""
     asked = distributed.launcher_setting(PER_PROCESS)
     environment = launcher.environment() if launcher.is_library() else os.environ

@@ -17,7 +17,7 @@ FOLDER = "bytecode"
 _LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
 
 
-def keep(cache: Path) -> bool:
+def enable(cache: Path) -> bool:
     """Have this process and those it starts keep bytecode in a folder of `cache`, if some library has none.
 
     Call it before the libraries are imported. Python compares each file's time and size with its source's.

@@ -128,6 +128,6 @@ def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> 
     for name in ("torchao", "torch.utils._pytree"):
         log = logging.getLogger(name)
         before = log.level
-        with bootstrap.imports():
+        with bootstrap.library_imports():
             assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
         assert log.level == before

@@ -66,7 +66,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bytecode_is_kept_where_python_would_keep_none(library: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    assert pycache.keep(cache)
+    assert pycache.enable(cache)
     module = importlib.import_module("never_imported")
     assert module.VALUE == 1
     assert [path.name.split(".")[0] for path in cache.rglob("*.pyc")] == ["__init__"]
@@ -78,19 +78,19 @@ def test_bytecode_is_kept_where_python_would_keep_none(library: Path, tmp_path: 
 
 def test_bytecode_beside_the_sources_is_used(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert not pycache.keep(tmp_path / "cache")  # the first import keeps it
+    assert not pycache.enable(tmp_path / "cache")  # the first import keeps it
     importlib.import_module("never_imported")
     assert (library / "__pycache__").is_dir()
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "never_imported")
-    assert not pycache.keep(tmp_path / "cache") and not (tmp_path / "cache").exists()
+    assert not pycache.enable(tmp_path / "cache") and not (tmp_path / "cache").exists()
 
 
 def test_bytecode_is_not_taken_from_somebody_elses_folder(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    assert not pycache.keep(tmp_path / "cache") and sys.pycache_prefix is None
+    assert not pycache.enable(tmp_path / "cache") and sys.pycache_prefix is None
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ def test_bytecode_is_not_taken_from_somebody_elses_folder(
 
 def test_collections_leave_out_what_was_imported() -> None:
     gc.unfreeze()
-    with bootstrap.imports():
+    with bootstrap.library_imports():
         assert not gc.isenabled()
-        with bootstrap.imports():
+        with bootstrap.library_imports():
             pass
         assert not gc.isenabled()
         kept: list[object] = []
@@ -193,7 +193,7 @@ def test_the_installed_unsloth_has_the_functions(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_the_launcher_of_a_printed_command(world_size: int, on_cpu: bool, expected: str) -> None:
-    assert " ".join(launch_lines.shown(world_size, on_cpu=on_cpu)) == expected
+    assert " ".join(launch_lines.user_command(world_size, on_cpu=on_cpu)) == expected
 
 
 def test_accelerates_own_script_is_the_command_without_the_others() -> None:

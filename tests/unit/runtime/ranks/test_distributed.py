@@ -87,7 +87,7 @@ from finetune.errors import UserError
 from finetune.runtime import command
 from finetune.runtime.ranks import failures
 {}"""
-RAISE = "sys.exit(command.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
+RAISE = "sys.exit(command.run_guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
 
 
 def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:

@@ -256,7 +256,7 @@ def run():
     process_group.finish()
     return 0
 
-sys.exit(command.guarded(run))
+sys.exit(command.run_guarded(run))
 """
 
 
