@@ -310,7 +310,7 @@ class SFTTrainer(engine.SFTTrainer):
         record = RunRecord(Path(training.output_dir))
         door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
         try:
-            with interrupt.installed(), process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail):
+            with interrupt.installed(), process_group.watching(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = run.run(door, config, record)
         except interrupt.Interrupted:
             raise SystemExit(INTERRUPTED) from None

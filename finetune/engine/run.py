@@ -6,6 +6,7 @@ A door says what it does in its own way (`Door`). `train` opens a configuration,
 from __future__ import annotations
 
 import abc
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from finetune.engine.monitoring import invariants
 from finetune.engine.record import CONFIGURATION, RunRecord
 from finetune.errors import RunError
 from finetune.runtime import files, runlock, startup
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def run(door: Door, config: Config, record: RunRecord) -> Outcome:
     Raises:
         UserError, RunError: with what is wrong and what to do. run.json has the error if training had begun.
     """
-    with runlock.lock(record.path.parent):
+    with runlock.lock(record.path.parent, functools.partial(print_line, style="yellow")):
         job, start = door.enter(restart.continued(config), record)
         if (done := door.finished(job, start)) is not None:
             report.print_finished(job.config.training.output_dir, done)

@@ -99,7 +99,7 @@ def open_session(
     with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
-        multinode.meet(config.training.join_timeout)
+        multinode.start(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 

@@ -118,8 +118,8 @@ def start(
     start_up = startup.current()
     start_up.ended("python")
     _check_strategy()
-    _scan_packages_once()
-    _set_environment()
+    scan_packages_once()
+    set_environment()
     me = distributed.ranks()
     import torch
 
@@ -144,7 +144,7 @@ def start(
         verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
     if device == "cuda" and "unsloth" not in sys.modules:  # Unsloth keeps the function it finds
         flash.install_switch()
-    refusal = None if backend == "transformers" else _import_unsloth()
+    refusal = None if backend == "transformers" else import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
             f"{setting} is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
@@ -220,7 +220,7 @@ def errors_only() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """Set variables that libraries read when they are imported, unless the user has set them."""
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth counts installations through a Hub download
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -241,7 +241,7 @@ def _set_environment() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
-def _scan_packages_once() -> None:
+def scan_packages_once() -> None:
     """Let transformers and TRL share one scan of the installed packages, which each makes when it is imported."""
     metadata.packages_distributions = functools.cache(metadata.packages_distributions)
 
@@ -254,7 +254,7 @@ def _has_expandable_segments() -> bool:
     return not Path("/etc/nv_tegra_release").exists()
 
 
-def _import_unsloth() -> str | None:
+def import_unsloth() -> str | None:
     """Import Unsloth. Returns None, or the reason if it cannot be imported."""
     if importlib.util.find_spec("unsloth") is None:
         return "it is not installed"

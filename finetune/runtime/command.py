@@ -110,7 +110,7 @@ def known_error(error: Exception) -> RunError | None:
     from finetune.runtime.machine import disk
     from finetune.runtime.ranks import failures
 
-    broken = failures.of_broken_connection(describe(error))
+    broken = failures.explain_broken_connection(describe(error))
     return disk.failure(error) or (RunError(broken) if broken else None)
 
 

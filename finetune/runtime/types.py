@@ -18,6 +18,23 @@ JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or YAML, a row, or keyword arguments that a library checks."""
 
 
+class OnFailure(Protocol):
+    """Records a failure of another rank, just before this process exits."""
+
+    def __call__(self, message: str, *, in_place_of_main: bool = ...) -> None: ...
+
+
+class RankStore(Protocol):
+    """A store of torch, which the ranks of a run share: `TCPStore`, or a `PrefixStore` in one."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
 class Tokenizer(Protocol):
     """`transformers.PreTrainedTokenizerBase`, or Unsloth's wrapped one."""
 

@@ -466,10 +466,10 @@ def test_profiles_of_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "profile.yaml").write_text(content)
     given = ["--config_file", str(tmp_path / "profile.yaml"), *more]
     monkeypatch.setattr(launcher, "accelerate_arguments", lambda: given)
-    distributed._launcher_profile.cache_clear()
+    distributed.launcher_profile.cache_clear()
     with pytest.raises(UserError, match=expected):
         distributed.wants_cpu()
-    distributed._launcher_profile.cache_clear()
+    distributed.launcher_profile.cache_clear()
 
 
 def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:

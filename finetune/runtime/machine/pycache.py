@@ -14,7 +14,7 @@ from pathlib import Path
 from finetune.runtime.files import private_folder
 
 FOLDER = "bytecode"
-_LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
+LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
 
 
 def enable(cache: Path) -> bool:
@@ -25,7 +25,7 @@ def enable(cache: Path) -> bool:
     Returns:
         Whether the folder is in use.
     """
-    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, _LIBRARIES)):
+    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, LIBRARIES)):
         return False
     folder = private_folder(cache / FOLDER)
     if folder is None:

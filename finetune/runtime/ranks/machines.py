@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -70,8 +69,8 @@ class Machine:
         return cls(**json.loads(text))
 
 
-def identity() -> str:
-    """What tells this machine from others: containers may share a host name, and have process ids of their own."""
+def machine_id() -> str:
+    """Unique machine ID. Containers can share a host name and have separate PID namespaces."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -118,7 +117,11 @@ def _is_loopback(address: str) -> bool:
 
 
 class Links:
-    """This machine's connections to the others, each followed by a thread that waits for its end."""
+    """This machine's connections to the others, each followed by a thread that waits for its end.
+
+    port:        on which later machines connect
+    connections: the open ones
+    """
 
     def __init__(self, lost: Callable[[Machine, str], None], warn: Callable[[str], None]) -> None:
         """Open the port on which later machines connect.
@@ -129,7 +132,7 @@ class Links:
         """
         self._lost, self._warn = lost, warn
         self._closed = threading.Event()
-        self._open: list[socket.socket] = []
+        self.connections: list[socket.socket] = []
         self._listener = socket.create_server(("", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
 
@@ -149,10 +152,10 @@ class Links:
     def close(self) -> None:
         """Leave the other machines in order: the run is over."""
         self._closed.set()
-        for one in self._open:
+        for one in self.connections:
             with contextlib.suppress(OSError):
                 one.sendall(_GOODBYE)
-        for one in (self._listener, *self._open):
+        for one in (self._listener, *self.connections):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
@@ -192,8 +195,8 @@ class Links:
     def _wait_for_end(self, connection: socket.socket, machine: Machine) -> None:
         why = ""
         try:
-            keep_alive(connection)
-            self._open.append(connection)
+            enable_keep_alive(connection)
+            self.connections.append(connection)
             connection.settimeout(None)
             if connection.recv(len(_GOODBYE)) == _GOODBYE:
                 return
@@ -205,16 +208,16 @@ class Links:
             self._lost(machine, why)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keep_alive(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other side has not answered for LOST_SECONDS."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options: dict[str, Any] = {"TCP_KEEPIDLE": IDLE_SECONDS, "TCP_KEEPINTVL": INTERVAL_SECONDS, "TCP_KEEPCNT": COUNT}
+    options = {"TCP_KEEPIDLE": IDLE_SECONDS, "TCP_KEEPINTVL": INTERVAL_SECONDS, "TCP_KEEPCNT": COUNT}
     for name, value in options.items():
         if hasattr(socket, name):  # Linux, Windows; macOS names the first one otherwise, and waits two hours
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def what_happened(machine: Machine, why: str) -> str:
+def explain_loss(machine: Machine, why: str) -> str:
     """The message of a run that has lost a machine.
 
     Args:
