@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from finetune.data.packs import Packs, pack, unpacked
+from finetune.data.packs import Packs, one_per_row, pack
 from finetune.data.plan import Plan
 
 HIDDEN_SIZE = 2048
@@ -88,7 +88,7 @@ def packed_and_planned(name: str, lengths: np.ndarray, pack_length: int) -> tupl
 
 def padding(lengths: np.ndarray, per_device: int, grouped: bool) -> dict:
     """Unpacked: share of the positions that are padding, and how uneven the padded ranks are; global batch 64."""
-    rows = unpacked(lengths)
+    rows = one_per_row(lengths)
     begin = time.perf_counter()
     plan = plan_of(rows, WORLD_SIZE * per_device, grouped, lengths)
     dealt = plan.deal_epoch(0, world_size=WORLD_SIZE, per_device=per_device, accumulation=1)
@@ -141,7 +141,7 @@ def main() -> None:
         for grouped in (False, True):
             report("unpacked", padding(lengths, per_device, grouped))
 
-    plan = plan_of(unpacked(lengths), 64)
+    plan = plan_of(one_per_row(lengths), 64)
     places = {"world_size": WORLD_SIZE, "per_device": 1, "accumulation": 8}
     begin = time.perf_counter()
     plan.deal(0, plan.steps_per_epoch // 2, **places)

@@ -262,14 +262,14 @@ def _several_splits(name: str, splits: Mapping[str, Sequence[File]]) -> UserErro
     if len(splits) == 1:
         return UserError(f"{redact(name)} contains one split: {listed}. Give its folder: {given(next(iter(splits)))}.")
     # A dataset for several purposes has a pair of splits for each, such as train_sft and test_sft.
-    train = _best(splits, ("train", ""), ("", "sft"))
-    held_out = _best(splits, ("validation", "test"), (_purpose(train or ""), ""))
+    train = _best_split(splits, ("train", ""), ("", "sft"))
+    held_out = _best_split(splits, ("validation", "test"), (_purpose(train or ""), ""))
     found = {"data.train_file": train, "data.eval_file": held_out}
     remedies = " and ".join(f"{key}: {given(split)}" for key, split in found.items() if split is not None)
     return UserError(f"{redact(name)} contains several splits: {listed}. Give one of them: {remedies}.")
 
 
-def _best(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[str]) -> str | None:
+def _best_split(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[str]) -> str | None:
     """The split of one of these kinds that is best for one of these purposes; the first purpose and kind come first."""
 
     def rank(split: str) -> tuple[int, int]:

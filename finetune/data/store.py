@@ -189,7 +189,7 @@ def _about(folder: Path) -> dict:
     return json.loads((folder / _INFO).read_text())["about"]
 
 
-def content(folder: Path) -> str:
+def content_digest(folder: Path) -> str:
     """Digest of the rows in an entry, from the checksums recorded when it was written."""
     files = json.loads((folder / _INFO).read_text())["files"]
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -196,7 +196,7 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from finetune.data.templates.encoder import load_template
+    from finetune.data.templates.chat_templates import load_template
     from finetune.engine.checkpoint import tokenizer_files
 
     tokenizer_files.copy(found.folder, folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import tokenizers
     import torch
     from torch import nn
 
@@ -49,7 +50,9 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
 
     @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, tokenizers.AddedToken]: ...
     @property
     def all_special_ids(self) -> list[int]: ...
     @property

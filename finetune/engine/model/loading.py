@@ -21,7 +21,7 @@ import torch
 from finetune.config import Config
 from finetune.config.sft_fields import lora_fields
 from finetune.data.packs import MAX_PADDING_SEGMENT
-from finetune.data.templates.encoder import load_template
+from finetune.data.templates.chat_templates import load_template
 from finetune.engine import preflight
 from finetune.engine.kernels import attention, fp8, fused_lora, liger
 from finetune.engine.model import adapter_targets, generation_config, positions

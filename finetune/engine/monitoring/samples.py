@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
-from finetune.data.templates.encoder import load_template
+from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.markers import derive_markers
 from finetune.engine.model.loading import generate
 from finetune.engine.monitoring.metrics import exact_match

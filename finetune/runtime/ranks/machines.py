@@ -91,7 +91,7 @@ def route_to(host: str | None) -> tuple[str, str] | None:
         if one.family in (socket.AF_INET, socket.AF_INET6)
     }
     for target in (host, "192.0.2.1"):  # the latter, of TEST-NET-1, has the default route; nothing is sent
-        own = _own_address_towards(target) if target else None
+        own = own_address_towards(target) if target else None
         if own is not None and own in addresses and not _is_loopback(own):
             return addresses[own], own
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -103,7 +103,8 @@ def route_to(host: str | None) -> tuple[str, str] | None:
     return outside[0] if len(outside) == 1 else None
 
 
-def _own_address_towards(host: str) -> str | None:
+def own_address_towards(host: str) -> str | None:
+    """The address of this machine on the way to `host`; None if there is no route."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

@@ -19,7 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.templates import encoder as encoding
-from finetune.data.templates.encoder import TEMPLATES, Encoded, Encoder, load_template, preview
+from finetune.data.templates import spans
+from finetune.data.templates.chat_templates import TEMPLATES, load_template
+from finetune.data.templates.encoder import Encoded, Encoder, preview
+from finetune.data.templates.token_ranges import byte_lengths
 from finetune.errors import UserError
 from tests.helpers.chat_templates import (
     CHAT_TEMPLATES,
@@ -47,11 +50,12 @@ def tokenizer_for(name: str, trim_offsets: bool = False) -> PreTrainedTokenizerF
 
 @functools.cache
 def encoder_for(name: str, trim_offsets: bool = False, **options: Any) -> Encoder:
-    encoder = Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
-    assert encoder._byte_lengths is not None
-    if trim_offsets:
-        encoder._byte_lengths = None  # use offsets for all rows, not only for non-ASCII ones
-    return encoder
+    tokenizer = tokenizer_for(name, trim_offsets)
+    assert byte_lengths(tokenizer) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if trim_offsets:  # use offsets for all rows, not only for non-ASCII ones
+            patch.setattr(encoding, "byte_lengths", lambda tokenizer: None)
+        return Encoder(tokenizer, CHAT_TEMPLATES[name].template, **options)
 
 
 def encode_one(encoder: Encoder, messages: list[dict], **fields: Any) -> Encoded:
@@ -262,12 +266,15 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("by_offsets", [False, True])
-def test_a_first_word_merged_with_the_prompts_space_is_supervised(by_offsets: bool) -> None:
+def test_a_first_word_merged_with_the_prompts_space_is_supervised(
+    by_offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: Hello BOT: Hello"] * 9)
     assert "ĠHello" in tokenizer.get_vocab()
+    assert byte_lengths(tokenizer) is not None
+    if by_offsets:
+        monkeypatch.setattr(encoding, "byte_lengths", lambda tokenizer: None)
     encoder = Encoder(tokenizer, PLAIN)
-    assert encoder._byte_lengths is not None
-    encoder._byte_lengths = None if by_offsets else encoder._byte_lengths
     encoded = encode_one(encoder, [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "Hello"}])
     assert supervised(encoded, tokenizer) == [" Hello</s>"]
 
@@ -309,7 +316,7 @@ def test_a_vocabulary_that_lacks_characters_does_not_shift_the_labels() -> None:
     backend.train_from_iterator(["user assistant Hi there Hello, you! \n\t 12 words'll do;\r"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CHATML.eos)
     encoder = Encoder(tokenizer, CHATML.template)
-    assert encoder._byte_lengths is not None
+    assert byte_lengths(tokenizer) is not None
     messages = [{"role": "user", "content": "QQQQQ there"}, HELLO[1]]  # has no Q
     assert supervised(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
 
@@ -450,11 +457,10 @@ def test_only_the_row_that_the_template_reorders_is_refused() -> None:
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, renderings = encoder_for(name), []
+    encoder, renderings, render = encoder_for(name), [], spans.render
     row = Conversation(messages=[HELLO[0], HELLO[1] | {"content": " Hello, you!\t"}] * 2)
     encoder.encode_batch([row])
-    render = Encoder._render
-    monkeypatch.setattr(Encoder, "_render", lambda self, *a, **k: renderings.append(a) or render(self, *a, **k))
+    monkeypatch.setattr(spans, "render", lambda *given, **more: renderings.append(given) or render(*given, **more))
     encoder.encode_batch([row] * 5)
     assert len(renderings) == 5
 
@@ -497,7 +503,7 @@ def test_windows_give_the_spans_of_the_whole(
         train_on_roles=roles,
     )
     (windowed,) = encoder.encode_batch([row])
-    monkeypatch.setattr(encoding, "_LONG", 10_000)
+    monkeypatch.setattr(spans, "LONG", 10_000)
     (exact,) = copy.copy(encoder).encode_batch([row])
     assert not isinstance(windowed, RowError) and not isinstance(exact, RowError)
     assert windowed[0].label_tokens and np.array_equal(windowed[0].labels, exact[0].labels)
@@ -516,21 +522,21 @@ def test_a_long_conversation_takes_linear_time(name: str, kind: str, monkeypatch
         return sum(rendered)
 
     rendered: list[int] = []
-    render = encoding.render
+    render = spans.render
 
     def counted(text: str, messages: list[dict[str, Any]], **more: Any) -> Any:
         rendered.append(len(messages))
         return render(text, messages, **more)
 
-    monkeypatch.setattr(encoding, "render", counted)
+    monkeypatch.setattr(spans, "render", counted)
     assert messages_rendered(800) < 2.5 * messages_rendered(400)
 
 
 def test_each_row_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for("qwen3"), []
-    tokenize = Encoder._tokenize
+    tokenize = Encoder.tokenize
     monkeypatch.setattr(
-        Encoder, "_tokenize", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
+        Encoder, "tokenize", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
     )
     rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
     encoder.encode_batch(rows)

@@ -61,7 +61,7 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_threads_that_spin_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is imported here already, as in a script that imports it first."""
     chosen: list[int] = []
-    monkeypatch.setattr(cpu_threads, "_spinning", False)
+    monkeypatch.setattr(cpu_threads, "spinning", False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(cpu_threads, "user_threads", lambda: 3)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")

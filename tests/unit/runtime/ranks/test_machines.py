@@ -141,7 +141,7 @@ def network(monkeypatch: pytest.MonkeyPatch, route: dict[str, str | None], **int
     up = {name: types.SimpleNamespace(isup=True) for name in interfaces}
     monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(machines.psutil, "net_if_stats", lambda: up)
-    monkeypatch.setattr(machines, "_own_address_towards", route.get)
+    monkeypatch.setattr(machines, "own_address_towards", route.get)
 
 
 @pytest.mark.parametrize(
