@@ -78,7 +78,7 @@ def kernels() -> dict[str, Any]:
     """Choices at several shapes, seconds to the first result, and both kernels' distances from float64."""
     from finetune.runtime.machine import flash
 
-    flash.offer()
+    flash.install_switch()
     import torch
 
     from finetune.engine.kernels import attention
@@ -104,9 +104,9 @@ def from_float64(on: bool) -> list[float]:
     from finetune.runtime.machine import flash
 
     shapes = attention.Shapes(heads=8, key_value_heads=2, head_dim=64, lengths=(130, 7, 259), dtype=torch.bfloat16)
-    flash.use(on)
+    flash.set_enabled(on)
     results, _ = attention.measured(varlen_attn, shapes, "cuda")
-    flash.use(False)
+    flash.set_enabled(False)
 
     def exact(query: Any, key: Any, value: Any, bounds: Any, *given: Any, **options: Any) -> Any:
         outputs = []

@@ -46,7 +46,7 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
     every = trainer.args.logging_steps
-    enter, watch_round = activity.enter, hang.Watch.round
+    enter, watch_round = activity.enter, hang.Watch.poll
 
     class Alternate(TrainerCallback):
         def __init__(self) -> None:
@@ -70,7 +70,7 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
             self.on = on
             state.logging_steps = every if on else 10**9
             activity.enter = enter if on else lambda *arguments: None
-            hang.Watch.round = watch_round if on else lambda self: None
+            hang.Watch.poll = watch_round if on else lambda self: None
             if hasattr(trainer.model_wrapped, "_set_ddp_runtime_logging_sample_rate"):
                 trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(every if on else 10**9)
             if logger.monitor._sampler is not None:
@@ -81,7 +81,7 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 logger.monitor._timer.start()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            activity.enter, hang.Watch.round = enter, watch_round
+            activity.enter, hang.Watch.poll = enter, watch_round
             # Fours of on, off, off, on; the first, which compiles and warms up, is left out.
             fours = [self.windows[at : at + 4] for at in range(4, len(self.windows) - 3, 4)]
             ratios = [(a + d) / (b + c) for (_, a), (_, b), (_, c), (_, d) in fours]
@@ -203,7 +203,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                     name: fmean(sum(step[name]) for step in steps) for name in ("forward", "backward", "optimizer")
                 },
                 "phases_of_trace": phases_of_trace(events),
-                "kernels": communication.split_of_kernels(self.profiler.events(), TRACED),
+                "kernels": communication.kernel_communication(self.profiler.events(), TRACED),
                 "exposed_by_trace": exposed_of_trace(events)[: TRACED - 1],
                 "exposed_by_ddp": self.exposed,
                 "tokens_by_hand": self.counted,

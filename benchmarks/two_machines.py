@@ -392,7 +392,7 @@ WORDS: dict[str, tuple[str, dict[str, str]]] = {
     "torchrun static": STATIC,
     "torchrun": ("RendezvousTimeoutError", dict.fromkeys(("address", "port"), "RendezvousConnectionError: The conn")),
     "ranks": (
-        f"Rank 1 has not come to {ADDRESSES[0]}:{PORT} within 20 s (training.join_timeout) of rank 0 on {NAMES[0]}",
+        f"Rank 1 did not reach {ADDRESSES[0]}:{PORT} within 20 s (training.join_timeout); rank 0 on {NAMES[0]} waited",
         {
             "address": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at 10.77.0.9:{PORT}, tried for 20 s",
             "port": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at {ADDRESSES[0]}:{PORT + 1}, tried for 20 s",

@@ -195,14 +195,14 @@ def measure(
         session.check_saving(job)
         show_example(job)
         # Next to the real output folder, to use the same disk.
-        with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.existing(output_dir)) as folder:
+        with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:
             with ended_after(END_SECONDS, config, Path(folder)):
                 trying = (prepare or trial.prepare)(job, Path(folder))
                 outcome = try_out(trying, Path(folder), world)
     except RunError as error:
         full = is_out_of_memory(error)  # while the model was loading
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
-    outcome.measured.update(collectives=collectives, config=resolved.to_dict(), script=scripts.kind())
+    outcome.measured.update(collectives=collectives, config=resolved.to_dict(), script=scripts.trains_by())
     print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
@@ -728,9 +728,9 @@ def launch_line(world: int) -> str:
     import torch
 
     target, given = strategy.given_command()
-    if scripts.command() is None:  # a script's arguments are its own
+    if scripts.running_script() is None:  # a script's arguments are its own
         given = _for_training(given)
-    launcher = launch_lines.shown(world, on_cpu=not torch.cuda.is_available())
+    launcher = launch_lines.user_command(world, on_cpu=not torch.cuda.is_available())
     return shlex.join([*launcher, *target, *redact_arguments(given)])
 
 

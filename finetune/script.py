@@ -67,7 +67,7 @@ def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:
     config = load_config(list(argv), script=script.name if hooks.dataset else None)
     if config.demo:
         raise UserError(f"{config.config_file} names no model for {script.name}. Set model.model_name_or_path.")
-    scripts.answered_by_configuration(config, hooks)
+    scripts.answer_configuration(config, hooks)
     from finetune import train
 
     return train.run(config, hooks=hooks)

@@ -31,7 +31,7 @@ from filelock import FileLock
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import files
-from finetune.runtime.command import guarded
+from finetune.runtime.command import run_guarded
 
 ROOT = Path(__file__).parent.parent.parent
 GGUF = "gguf==0.19.0"  # reads the file for transformers
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{build(given.out or files.cache_folder() / 'models', given.name, given.gguf)}\n")
         return 0
 
-    return guarded(run)
+    return run_guarded(run)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
-from finetune.runtime.machine.nccl import in_words, settings
+from finetune.runtime.machine.nccl import explain_settings, recommend_settings
 from finetune.runtime.options import Options, count, counts, names, path
 from finetune.text import counted
 
@@ -91,7 +91,7 @@ def study(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise UserError(f"the study compares with one device: --world-sizes {','.join(map(str, world_sizes))}. Add 1.")
     models, shapes = chosen(options.models)
     print_line(topology_line(machine))
-    print_line(in_words(machine, settings(machine)))
+    print_line(explain_settings(machine, recommend_settings(machine)))
     found: dict[str, Any] = {
         "kind": "study",
         "date": time.strftime("%Y-%m-%d"),
@@ -146,7 +146,7 @@ def chosen(names: Sequence[str] | None) -> tuple[list[Model], list[str]]:
 def modes(machine: Hardware) -> list[tuple[str, dict[str, str]]]:
     """Modes of communication to compare: this machine's own and, if GPUs have peer access, without it, as a stand-in
     for the study's host bridge."""
-    base = {one.name: one.value for one in settings(machine)}
+    base = {one.name: one.value for one in recommend_settings(machine)}
     links = machine.links or ()
     if not links:
         return [("gloo on this CPU" if machine.device == "cpu" else "one GPU", base)]

@@ -39,7 +39,7 @@ class Tried:
     sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
     config: dict[str, Any] | None = None  # the resolved configuration, if it is known
-    script: str | None = None  # what a script trains by, as `scripts.kind`
+    script: str | None = None  # what a script trains by, as `scripts.trains_by`
 
 
 @dataclass(kw_only=True)
@@ -128,7 +128,7 @@ def measure_curves(
 ) -> tuple[dict[int, tuple[Curve | None, str]], float]:
     """The all-reduce of each world size above one, and the seconds that several ranks take to connect. The measurements
     are cached, for scoring runs."""
-    environment = {one.name: one.value for one in nccl.settings(machine)}
+    environment = {one.name: one.value for one in nccl.recommend_settings(machine)}
     found: dict[int, tuple[Curve | None, str]] = {}
     connecting = 0.0
     # gloo takes seconds for large messages, which this job never sends.

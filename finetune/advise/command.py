@@ -401,7 +401,7 @@ def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any]
         "strategy": "shard",
         "reason": reason,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {one.name: one.value for one in nccl.settings(machine)},
+        "environment": {one.name: one.value for one in nccl.recommend_settings(machine)},
     }
     write_json(strategy.advice_file(config, machine.count), advice)
     return reason

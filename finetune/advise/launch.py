@@ -38,7 +38,7 @@ def plan(
 
     Secrets among the arguments are masked, because the line is printed and written to files.
     """
-    chosen = nccl.settings(machine) if world > 1 else ()
+    chosen = nccl.recommend_settings(machine) if world > 1 else ()
     on_cpu = machine.device == "cpu"
     profile = (
         f"# {counted(world, 'rank')} of one machine, as advised.\n"
@@ -56,7 +56,7 @@ def plan(
         f"use_cpu: {str(on_cpu).lower()}\n"
         "debug: false\n"
     )
-    how = launch_lines.shown(world, on_cpu=on_cpu)
+    how = launch_lines.user_command(world, on_cpu=on_cpu)
     if out is not None:
         how = ["accelerate-launch", "--config_file", str(out / PROFILE)]
     environment = {one.name: one.value for one in chosen}

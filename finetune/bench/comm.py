@@ -142,7 +142,7 @@ class Variant:
 
 
 def variants(machine: Hardware) -> tuple[Variant, ...]:
-    """Settings worth trying on this topology, those of `nccl.settings` first. NVLink multicast stays off in all.
+    """Settings worth trying on this topology, those of `nccl.recommend_settings` first, all without NVLink multicast.
 
     Raises:
         UserError: this machine has fewer than two GPUs.
@@ -154,7 +154,7 @@ def variants(machine: Hardware) -> tuple[Variant, ...]:
             + ("one GPU. " if machine.device == "cuda" else "no GPU. ")
             + "Remove --settings to measure without them."
         )
-    base = {one.name: one.value for one in nccl.settings(machine)}
+    base = {one.name: one.value for one in nccl.recommend_settings(machine)}
     found = [Variant(name="as advised", environment=base)]
     if any(link.peer_access for link in links):
         found.append(Variant(name="peer access off", environment=base | {"NCCL_P2P_DISABLE": "1"}))

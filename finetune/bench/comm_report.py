@@ -16,7 +16,7 @@ from finetune.measure.predict import BUCKET_BYTES
 from finetune.measure.protocol import apart
 from finetune.runtime.command import console, print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
-from finetune.runtime.machine.nccl import in_words, settings
+from finetune.runtime.machine.nccl import explain_settings, recommend_settings
 from finetune.runtime.ranks import distributed
 from finetune.text import counted
 
@@ -32,14 +32,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     for world in world_sizes:  # all are checked before the first starts
         comm.check_world(world, machine, least=2)
     print_line(topology_line(machine))
-    print_line(in_words(machine, settings(machine)))
+    print_line(explain_settings(machine, recommend_settings(machine)))
     if sent:
         total = sum(sent)
         console().print(f"gradients of a step: {total:,} bytes in {counted(len(sent), 'bucket')}", highlight=False)
     if options.settings:
         tried = comm.variants(machine)
     else:
-        tried = (comm.Variant(name="as advised", environment={one.name: one.value for one in settings(machine)}),)
+        tried = (
+            comm.Variant(name="as advised", environment={one.name: one.value for one in recommend_settings(machine)}),
+        )
     runs, failed = [], []
     for world in world_sizes:
         for place, variant in enumerate(tried):

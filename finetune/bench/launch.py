@@ -46,7 +46,7 @@ def ranks(
     env = {**DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         Path(folder, REQUEST).write_text(json.dumps({"timeout_seconds": TIMEOUT_SECONDS, **request}))
-        command = [*launch_lines.ranks(world_size), "-m", module, folder]
+        command = [*launch_lines.launch_command(world_size), "-m", module, folder]
         code, output = _follow(command, env, title)
         if code:
             raise _failure(code, output, world_size)

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.bench.launch import MARK, REQUEST, RESULT
 from finetune.measure.protocol import Summary, summarize
 from finetune.runtime.clock import Clock
-from finetune.runtime.command import DONE, guarded
+from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, process_group
@@ -21,7 +21,7 @@ Request = dict[str, Any]
 
 def run_rank(measure: Callable[[Request], Any]) -> int:
     """The `main` of a rank started by `launch.ranks`: run `measure(request)`; rank 0 writes its result."""
-    return guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
+    return run_guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
 
 
 def _run_rank(folder: Path, measure: Callable[[Request], Any]) -> int:

@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
-from finetune.runtime.machine.nccl import settings
+from finetune.runtime.machine.nccl import recommend_settings
 from finetune.text import counted
 
 
@@ -71,7 +71,7 @@ def measure(
 
     Args:
         arguments: the configuration, as arguments of `finetune train`.
-        environment: environment variables of the ranks; None for those of `nccl.settings`.
+        environment: environment variables of the ranks; None for those of `nccl.recommend_settings`.
 
     Returns:
         kind, world_size, hardware, environment, conditions, backend, batch, tokens_per_step, tokens_per_second_per_gpu,
@@ -84,7 +84,7 @@ def measure(
     """
     machine = machine or survey()
     if environment is None:
-        environment = {one.name: one.value for one in settings(machine)} if world_size > 1 else {}
+        environment = {one.name: one.value for one in recommend_settings(machine)} if world_size > 1 else {}
     request = {"arguments": list(arguments), "runs": runs, "steps": steps, "warm_up": warm_up}
     title = f"{runs} x {counted(steps, 'training step')} on {counted(world_size, 'rank')}"
     found = launch.ranks("finetune.bench.step_rank", world_size, request, title=title, environment=environment)

@@ -12,14 +12,14 @@ from typing import Any
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
 from finetune.engine import session
-from finetune.runtime.command import DONE, guarded
+from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
 from finetune.runtime.ranks import distributed, process_group
 
 
 def main() -> int:
     """`python -m finetune.bench.step_rank FOLDER`, started by `launch.ranks`."""
-    return guarded(lambda: run(Path(sys.argv[1])))
+    return run_guarded(lambda: run(Path(sys.argv[1])))
 
 
 def run(folder: Path) -> int:

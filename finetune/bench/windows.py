@@ -81,7 +81,7 @@ class Windows(TrainerCallback):
             self._profiler = start_profiler()
         elif self._profiler is not None and step == self._sampled:
             self._profiler.stop()
-            self.profile = communication.split_of_kernels(self._profiler.events(), PROFILED)
+            self.profile = communication.kernel_communication(self._profiler.events(), PROFILED)
             self._profiler = None
 
 

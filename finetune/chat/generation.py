@@ -13,7 +13,8 @@ from transformers import set_seed
 
 from finetune.chat.load import Loaded
 from finetune.data.templates import render
-from finetune.data.templates.encoder import end_of_turn, load_template
+from finetune.data.templates.chat_templates import load_template
+from finetune.data.templates.spans import end_of_turn
 from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.engine.model import generation_config
 from finetune.engine.model.loading import complete, end_tokens

@@ -30,11 +30,11 @@ def collate(
         uneven: where all segments of packs are equally long, append one of MULTIPLE padding tokens.
     """
     if pack_length is None:
-        return _padded(rows, pad_token_id)
-    return _packed(rows, pad_token_id, pack_length, uneven)
+        return _collate_padded(rows, pad_token_id)
+    return _collate_packs(rows, pad_token_id, pack_length, uneven)
 
 
-def _packed(
+def _collate_packs(
     rows: Sequence[list[Document]], pad_token_id: int, pack_length: int, uneven: bool
 ) -> dict[str, torch.Tensor]:
     lengths: list[int] = []
@@ -64,7 +64,7 @@ def _packed(
     }
 
 
-def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def _collate_padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torch.Tensor]:
     width = max((len(documents[0][0]) for documents in rows if documents), default=1)
     width = -(-width // MULTIPLE) * MULTIPLE
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)

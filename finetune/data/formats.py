@@ -302,11 +302,10 @@ def check_mapping(mapping: Mapping[str, str], columns: Iterable[str]) -> None:
     """Check that every mapped column is one of the columns of all rows. Raises UserError."""
     columns = list(columns)
     if absent := [column for column in mapping.values() if column not in columns]:
-        raise _absent(absent, mapping, columns)
+        raise _absent_columns(absent, mapping, columns)
 
 
-def _absent(absent: list[str], mapping: Mapping[str, str], columns: list[str]) -> UserError:
-    """What is wrong with mapped columns that no row has, and the mapping that was meant."""
+def _absent_columns(absent: list[str], mapping: Mapping[str, str], columns: list[str]) -> UserError:
     present = f"the columns are {listed(columns) or 'none'}"
     is_reversed = any(column in _ALL_FIELDS and field in columns for field, column in mapping.items())
     meant, set_it = _meant(mapping, columns), "It is {field: column}: set" if is_reversed else "Set"
@@ -383,7 +382,7 @@ def _candidates(columns: list[str], wanted: str, mapping: dict[str, str]) -> lis
         raise UserError(f"data.format is unknown: {wanted!r}{hint}. Set it to auto, {', '.join(FORMATS)}.")
     required = (column for field, column in mapping.items() if field not in _OPTIONAL)
     if absent := [column for column in required if column not in columns]:
-        raise _absent(absent, mapping, columns)
+        raise _absent_columns(absent, mapping, columns)
     names = list(FORMATS) if wanted == "auto" else [wanted]
     fitting = [name for name in names if set(mapping) <= set(_FIELDS[name][0] + _FIELDS[name][1])]
     if not fitting:

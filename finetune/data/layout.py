@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.packs import Packs, pack, random_order, unpacked
+from finetune.data.packs import Packs, one_per_row, pack, random_order
 from finetune.data.plan import Plan
 from finetune.data.store import Rows
 
@@ -94,7 +94,9 @@ def lay_out(rows: Rows, pack_length: int | None, *, seed: int, fingerprint: str)
     Args:
         seed, fingerprint: of the run and its data; with the lengths they decide which documents share a pack.
     """
-    packs = unpacked(rows.lengths) if pack_length is None else pack(rows.lengths, pack_length, f"{seed} {fingerprint}")
+    packs = (
+        one_per_row(rows.lengths) if pack_length is None else pack(rows.lengths, pack_length, f"{seed} {fingerprint}")
+    )
     return Layout(rows=rows, packs=packs)
 
 

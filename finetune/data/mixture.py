@@ -47,7 +47,7 @@ class Source:
     as_trl: bool = False
 
 
-def configured(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
+def configured_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
     """The sources that `config` names; rows of a script's function come from a call of it."""
     if config.rows_from_script:
         splits = _script_sources(config, tokenizer, hooks)
@@ -97,7 +97,7 @@ def _name(origin: Origin) -> str:
 
 def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
     """The rows that the script's function returns: one call of it opens both splits."""
-    returned = functools.cache(lambda: _returned(config, tokenizer, hooks))
+    returned = functools.cache(lambda: _call_script(config, tokenizer, hooks))
     identity = ["script", hooks.identity()]
 
     def source(index: int) -> list[Source]:
@@ -117,7 +117,7 @@ def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, l
     return {"train": source(0)} | ({} if chosen else {"eval": source(1)})
 
 
-def _returned(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
+def _call_script(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
     """The training and evaluation rows that the script's function returns, possibly as generators."""
     returned = hooks.call("dataset", tokenizer)
     name = getattr(hooks.dataset, "__name__", "dataset")

@@ -149,7 +149,7 @@ def random_order(count: int, key: str) -> np.ndarray:
     return np.argsort(draws.random_raw(count), kind="stable")
 
 
-def unpacked(lengths: np.ndarray) -> Packs:
+def one_per_row(lengths: np.ndarray) -> Packs:
     """One row per document, in the order given. lengths: int [n_documents], each at least 1."""
     lengths = _checked(lengths)
     return _packs(lengths, np.arange(len(lengths)), np.arange(len(lengths) + 1), None)

@@ -25,10 +25,11 @@ from finetune.config.schema import DEFAULTS
 from finetune.data import formats, store, tokenizer_state
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
-from finetune.data.mixture import Item, Source, configured
+from finetune.data.mixture import Item, Source, configured_sources
 from finetune.data.store import Rows
 from finetune.data.templates import templated
-from finetune.data.templates.encoder import TEMPLATES, Encoded, Encoder, TokenizerError, document_end, load_template
+from finetune.data.templates.chat_templates import TEMPLATES, document_end, load_template
+from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError
 from finetune.data.templates.markers import Markers, derive_markers
 from finetune.errors import UserError, cut, listed
 from finetune.runtime import bootstrap
@@ -75,7 +76,7 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         UserError: files, format, template or cache are unusable, or no row has a supervised token.
         RunError: the script's function failed.
     """
-    splits = configured(config, tokenizer, hooks)
+    splits = configured_sources(config, tokenizer, hooks)
     found = prepare_splits(config, tokenizer, splits, inputs=hooks.inputs if config.rows_from_script else None)
     if config.rows_from_script and config.training.eval_steps and found.eval is None:
         raise UserError(
@@ -146,7 +147,7 @@ def prepare_splits(
     folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
     tokenizer_state.restore(tokenizer, about.get("tokenizer", {}))
     # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-    content = store.fingerprint({"rows": store.content(folder)}) if inputs else None
+    content = store.fingerprint({"rows": store.content_digest(folder)}) if inputs else None
     return Data(
         splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
@@ -253,7 +254,7 @@ class _Readers:
         name = self._name(source)
         if name not in self._turns:
             template = self._templates[name]
-            self._turns[name] = None if template is None else templated.marker(self.tokenizer, template)
+            self._turns[name] = None if template is None else templated.turn_marker(self.tokenizer, template)
         return self._turns[name]
 
     def _name(self, source: Source) -> str | None:
@@ -377,9 +378,9 @@ def _chunks(
         while batch := list(islice(rows, CHUNK_ROWS)):
             chosen, placed = [], []
             for number, (row, where) in enumerate(batch, read):
-                copies = repeats + (extra > 0 and _draw(seed, f"weight {index} {number}") < extra)
+                copies = repeats + (extra > 0 and _random_number(seed, f"weight {index} {number}") < extra)
                 # A held-out row is used once: its copies would otherwise be training rows.
-                is_held_out = held_out > 0 and _draw(seed, first + number) < held_out
+                is_held_out = held_out > 0 and _random_number(seed, first + number) < held_out
                 if copies:
                     chosen.append(row)
                     placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
@@ -558,7 +559,7 @@ def _encoded_chunks(
         return
     # Spawned, not forked: forking a process whose tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=start_worker) as pool:
         pending: deque[tuple[_Chunk, Future]] = deque()
         for chunk in chain([following], chunks):
             pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.places, chunk.work)))
@@ -569,7 +570,8 @@ def _encoded_chunks(
             yield encoded, future.result()
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
+    """Prepare a process that encodes rows: it ends with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -603,7 +605,7 @@ def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> l
             results.append([])
         except RowError as error:
             results.append(error)
-    with _watched(places):
+    with _report_if_slow(places):
         try:
             encoded = encoder.encode_batch(conversations)
         except TokenizerError:
@@ -627,10 +629,10 @@ def _encode_alone(encoder: Encoder, conversation: Any, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _watched(places: list[str]) -> Iterator[None]:
+def _report_if_slow(places: list[str]) -> Iterator[None]:
     """Inside, rows are tokenized, and reported if that takes long: the tokenizer's regular expressions have no limit on
     time, and Python handles no signal until they end."""
-    timer = threading.Timer(SLOW_SECONDS, _report_slow, [places])
+    timer = threading.Timer(SLOW_SECONDS, report_slow, [places])
     timer.daemon = True
     timer.start()
     try:
@@ -639,7 +641,8 @@ def _watched(places: list[str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _report_slow(places: list[str]) -> None:
+def report_slow(places: list[str]) -> None:
+    """Warn that the tokenizer takes long on these rows."""
     rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
     sys.stderr.write(
         f"warning: tokenizing {rows} has taken {SLOW_SECONDS:.0f} s so far. If they are not very long, a regular "
@@ -696,7 +699,7 @@ def _nothing_drawn(split: str, ledgers: Mapping[str, Ledger], sources: Iterable[
     return f"no row of {split} is used: the weights take none of the rows of {weights}. Raise them, or add rows."
 
 
-def rows_of(folder: Path, split: str) -> Rows | None:
+def cached_rows(folder: Path, split: str) -> Rows | None:
     """The rows of a split in an entry of the cache; None if they are not there any more."""
     return store.load_rows(folder, _file_name(split)) if store.is_complete(folder, _file_name(split)) else None
 
@@ -706,7 +709,7 @@ def _file_name(split: str) -> str:
     return quote(split, safe="")
 
 
-def _draw(seed: int, number: int | str) -> int:
+def _random_number(seed: int, number: int | str) -> int:
     """A pseudorandom number in [0, 2**64) for one row; it alone decides if the row is held out or repeated."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
 

@@ -21,7 +21,7 @@ from finetune.data.arrow import batch_rows, dataset_rows
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError, listed
 from finetune.redact import redact
-from finetune.runtime.files import open_regular, read_bytes, special
+from finetune.runtime.files import open_regular, read_bytes, special_kind
 
 Row = dict[str, Any]
 File = Path | RemoteFile
@@ -167,7 +167,7 @@ def _expand_one(name: str) -> Sequence[File]:
     if path.is_dir():
         return _expand_folder(path)
     if path.exists():
-        if kind := special(path):
+        if kind := special_kind(path):
             raise UserError(f"{path} is {kind}, not a file or folder. {_SUPPORTED}")
         if _kind(path) not in KINDS:
             raise UserError(f"{path} has an unsupported extension: {''.join(path.suffixes) or 'none'}. {_SUPPORTED}")
@@ -263,14 +263,14 @@ def _several_splits(name: str, splits: Mapping[str, Sequence[File]]) -> UserErro
     if len(splits) == 1:
         return UserError(f"{redact(name)} contains one split: {listed}. Give its folder: {given(next(iter(splits)))}.")
     # A dataset for several purposes has a pair of splits for each, such as train_sft and test_sft.
-    train = _best(splits, ("train", ""), ("", "sft"))
-    held_out = _best(splits, ("validation", "test"), (_purpose(train or ""), ""))
+    train = _best_split(splits, ("train", ""), ("", "sft"))
+    held_out = _best_split(splits, ("validation", "test"), (_purpose(train or ""), ""))
     found = {"data.train_file": train, "data.eval_file": held_out}
     remedies = " and ".join(f"{key}: {given(split)}" for key, split in found.items() if split is not None)
     return UserError(f"{redact(name)} contains several splits: {listed}. Give one of them: {remedies}.")
 
 
-def _best(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[str]) -> str | None:
+def _best_split(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[str]) -> str | None:
     """The split of one of these kinds that is best for one of these purposes; the first purpose and kind come first."""
 
     def rank(split: str) -> tuple[int, int]:

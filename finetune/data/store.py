@@ -20,7 +20,7 @@ from filelock import Timeout as LockTimeout
 from finetune.data import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.runtime.files import checksum, staging, write_json
-from finetune.runtime.machine.disk import no_space
+from finetune.runtime.machine.disk import disk_errors
 
 VERSION = 6  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
@@ -164,7 +164,7 @@ def entry(
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
             if _damage(folder, verify=verify) is not None or not is_current(_about(folder)):
-                with no_space(cache, "the data cache"), staging(folder) as partial:
+                with disk_errors(cache, "the data cache"), staging(folder) as partial:
                     about = build(partial)
                     write_json(
                         partial / _INFO,
@@ -189,7 +189,7 @@ def _about(folder: Path) -> dict:
     return json.loads((folder / _INFO).read_text())["about"]
 
 
-def content(folder: Path) -> str:
+def content_digest(folder: Path) -> str:
     """Digest of the rows in an entry, from the checksums recorded when it was written."""
     files = json.loads((folder / _INFO).read_text())["files"]
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()

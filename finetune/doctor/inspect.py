@@ -134,7 +134,7 @@ def start_stack(backend: str) -> dict[str, Any]:
         "backend": stack.backend,
         "reason": stack.reason,
         "device": stack.device,
-        "flash_4": flash.unusable(),
+        "flash_4": flash.why_unusable(),
         "liger": liger.unusable(stack.device),
         "patches": [verdict.to_dict() for verdict in stack.patches],
         "hardware": hardware.probe().to_dict(),
@@ -254,7 +254,7 @@ def _folders(config: Config) -> list[dict[str, Any]]:
 def folder(path: Path) -> dict[str, Any]:
     """A folder's size and its disk: if it does not exist yet, that of its nearest existing parent."""
     path = path.expanduser().absolute()
-    there = files.existing(path)
+    there = files.nearest_existing(path)
     size, why = _size(path) if path.is_dir() else (None, "it does not exist yet" if there != path else "it is a file")
     return {
         "path": str(path),

@@ -16,7 +16,7 @@ from pathlib import Path
 from finetune.doctor.tested_sets import FILE, Sets, about, read
 from finetune.errors import UserError
 from finetune.runtime import bootstrap
-from finetune.runtime.command import guarded
+from finetune.runtime.command import run_guarded
 from finetune.runtime.files import write_json, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -62,4 +62,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(guarded(lambda: main(sys.argv[1:])))
+    raise SystemExit(run_guarded(lambda: main(sys.argv[1:])))

@@ -110,7 +110,7 @@ class OfScript(run.Door):
         trainer.callback_handler.callbacks[:0] = own
         logger.attach(trainer)
         logger.trackers = trackers.adopt(trainer.callback_handler.callbacks, logger.reported)
-        startup.of_this_process().ended("script")
+        startup.current().ended("script")
         try:
             yield Build(trainer=trainer, logger=logger, stop=stop)
         finally:

@@ -208,7 +208,7 @@ def _every(args: Any, what: str) -> int:
 
 def _adapter(adapter: Any) -> LoraConfig:
     """The adapter's settings. An adapter of another kind than LoRA is recorded whole in `adapter_kwargs`."""
-    content = files.plain(adapter.to_dict())
+    content = files.to_json_types(adapter.to_dict())
     if getattr(adapter.peft_type, "value", "") != "LORA":
         return LoraConfig(adapter_kwargs=content)
     targets = adapter.target_modules
@@ -233,4 +233,4 @@ def _further(args: Any) -> dict[str, Any]:
         skipped = one.name in ours or one.name in REFUSED or one.name in TAKEN or one.name in _OF_THIS_LAUNCH
         if not skipped and value != default and isinstance(value, bool | int | float | str | list | dict | None):
             found[one.name] = value
-    return files.plain(found)
+    return files.to_json_types(found)

@@ -29,7 +29,7 @@ def start() -> tuple[Stack, overrides.Overrides]:
             ranks than GPUs.
     """
     command.keep_printing()
-    pycache.keep(cache_folder())
+    pycache.enable(cache_folder())
     sys.excepthook = _report_errors
     given = overrides.take()
     backend = given.get("model.backend", os.environ.get(VARIABLE, "auto"))
@@ -48,7 +48,7 @@ def start() -> tuple[Stack, overrides.Overrides]:
         )
         backend = "transformers"
     # The script may use TRL's other trainers, too.
-    left_out = ("unsloth_all_trl_trainers", *scripts.without())
+    left_out = ("unsloth_all_trl_trainers", *scripts.skipped_patches())
     stack = bootstrap.start(backend, log_level=None, without=left_out, setting=VARIABLE)
     if distributed.ranks().world_size > 1 and stack.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # SFTConfig would choose a device again, and see no GPU to share
@@ -75,7 +75,7 @@ def _report_errors(kind: type[BaseException], error: BaseException, trace: Trace
         sys.__excepthook__(kind, error, trace)
         return
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is not None and (line := scripts.place(error, main)) is not None:
+    if main is not None and (line := scripts.error_line(error, main)) is not None:
         error.add_note(line)
     command.report(error)
 

@@ -37,7 +37,7 @@ from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.export import card
 from finetune.runtime import scripts
-from finetune.runtime.command import INTERRUPTED, in_words
+from finetune.runtime.command import INTERRUPTED, known_error
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, interrupt, process_group
 
@@ -136,7 +136,7 @@ class SFTTrainer(engine.SFTTrainer):
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
-        with scripts.no_folder_left(Path(given.output_dir)):
+        with scripts.remove_new_folder(Path(given.output_dir)):
             super().__init__(
                 model=loaded,
                 args=settings.for_training(given, self.job.batch),
@@ -313,7 +313,7 @@ class SFTTrainer(engine.SFTTrainer):
         refusals.unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
-        scripts.answered(self)
+        scripts.answer_trainer(self)
         asked = OVERRIDES.get("training.resume_from_checkpoint", resume_from_checkpoint) or False
         training = replace(
             self.job.config.training,
@@ -324,14 +324,14 @@ class SFTTrainer(engine.SFTTrainer):
         record = RunRecord(Path(training.output_dir))
         door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
         try:
-            with interrupt.installed(), process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail):
+            with interrupt.installed(), process_group.watching(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = run.run(door, config, record)
         except interrupt.Interrupted:
             raise SystemExit(INTERRUPTED) from None
         except UserError:
             raise
         except Exception as error:
-            if (known := in_words(error)) is None:
+            if (known := known_error(error)) is None:
                 raise
             raise known from error
         if outcome.stopped:

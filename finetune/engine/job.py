@@ -87,7 +87,7 @@ def open_job(
     from finetune.engine.model import loading, positions
     from finetune.engine.optimizer import master_weights
 
-    start_up = startup.of_this_process()
+    start_up = startup.current()
     start_up.ended("libraries")
     loading.check(config, stack)
     loading.check_by_config(config, stack)

@@ -17,7 +17,7 @@ from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
 from finetune.runtime.command import warn
-from finetune.runtime.files import open_regular, read_json, read_text, safetensors_header, special_in
+from finetune.runtime.files import open_regular, read_json, read_text, safetensors_header, special_entry
 
 HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
@@ -47,7 +47,7 @@ def check(config: Config) -> None:
     """
     check_optimizer(config.training.optim)
     check_trackers(config.logging.trackers)
-    for key, name in user_code.named(config.logging):
+    for key, name in user_code.configured(config.logging):
         user_code.check(key, name, config.config_file)
     check_model(config)
     check_data(config)
@@ -233,7 +233,7 @@ def check_regular(folder: Path) -> None:
         UserError: it holds a FIFO, a socket or a device.
     """
     for part in (folder, folder / "additional_chat_templates"):
-        if part.is_dir() and (found := special_in(part)):
+        if part.is_dir() and (found := special_entry(part)):
             raise UserError(
                 f"{part} cannot be loaded as a model: {found}, not a regular file. Remove it, or copy the model again."
             )

@@ -6,6 +6,7 @@ A door says what it does in its own way (`Door`). `train` opens a configuration,
 from __future__ import annotations
 
 import abc
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from finetune.engine.monitoring import invariants
 from finetune.engine.record import CONFIGURATION, RunRecord
 from finetune.errors import RunError
 from finetune.runtime import files, runlock, startup
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def run(door: Door, config: Config, record: RunRecord) -> Outcome:
     Raises:
         UserError, RunError: with what is wrong and what to do. run.json has the error if training had begun.
     """
-    with runlock.held(record.path.parent):
+    with runlock.lock(record.path.parent, functools.partial(print_line, style="yellow")):
         job, start = door.enter(restart.continued(config), record)
         if (done := door.finished(job, start)) is not None:
             report.print_finished(job.config, done, door.named)
@@ -140,7 +141,7 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
         checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
         _begin(job, record, trainer, checkpoint, size, above)
         before, answers_before = door.evaluate(job, built, questions, trained=False)
-        startup.of_this_process().ended("evaluation")
+        startup.current().ended("evaluation")
         with interrupt.deferred():
             output = door.train(trainer, checkpoint, rebuild=start.rebuild)
         _measured(job, record, built, above)
@@ -177,7 +178,7 @@ def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, si
         loss_normalized_by=invariants.divisor(trainer),
         micro_batch=size.to_dict(),
     )
-    start_up = startup.of_this_process()
+    start_up = startup.current()
 
     def find_size() -> None:
         found = above.micro_batch.find(job, trainer)

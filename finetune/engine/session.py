@@ -96,14 +96,14 @@ def open_session(
     backend, setting = config.model.backend, "model.backend"
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
-    with bootstrap.imports():
+    with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
-        multinode.meet(config.training.join_timeout)
+        multinode.start(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 
-    named = user_code.named(config.logging)
+    named = user_code.configured(config.logging)
     loaded = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]
     if demo is not None:
         demo.materialize(bootstrap.cache_folder())
@@ -379,7 +379,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     from finetune.engine.model.loading import resolve_dtype
 
     hosts = multinode.hosts()
-    with disk.no_space(record.path.parent, record.path.name):
+    with disk.disk_errors(record.path.parent, record.path.name):
         record.update(
             status="running",
             launch=launcher.launch_id(),

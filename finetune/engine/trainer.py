@@ -244,7 +244,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
         self.load_balancing: router_loss.LoadBalancing | None = None
-        self._uneven = stack.backend == "unsloth" and flash.used()
+        self._uneven = stack.backend == "unsloth" and flash.is_enabled()
         self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
         router_loss.check(model, args.router_aux_loss_coef)
         super().__init__(

@@ -205,7 +205,7 @@ def _command(record: dict[str, Any]) -> str:
     """The launch command, with the configuration's file name; --section.key options are among the settings."""
     size = record.get("world_size")
     on_cpu = (record.get("hardware") or {}).get("device") == "cpu"
-    words = launch_lines.shown(size if isinstance(size, int) else 1, on_cpu=on_cpu)
+    words = launch_lines.user_command(size if isinstance(size, int) else 1, on_cpu=on_cpu)
     script, file = record.get("script"), record.get("config", {}).get("config_file")
     words += [shortened(str(script))] if script else ["-m", "finetune.train"]
     words += ["--config", PurePath(str(file)).name] if file and not script else []

@@ -196,13 +196,13 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from finetune.data.templates.encoder import load_template
+    from finetune.data.templates.chat_templates import read_template
     from finetune.engine.checkpoint import tokenizer_files
 
     tokenizer_files.copy(found.folder, folder)
     name = found.model.get("chat_template")
     if name not in (None, "none"):
-        files.write_text(folder / "chat_template.jinja", str(load_template(None, str(name))))
+        files.write_text(folder / "chat_template.jinja", str(read_template(str(name))))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer_files.is_of_this_library(folder):
@@ -438,7 +438,7 @@ def _existing(out: Path) -> Path:
     Raises:
         UserError: a file is in the way.
     """
-    found = files.existing(out.absolute().parent)
+    found = files.nearest_existing(out.absolute().parent)
     if not found.is_dir():
         raise UserError(f"--out {out} is below {found}, which is a file. Give another folder.")
     return found

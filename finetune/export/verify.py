@@ -67,7 +67,7 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
         return list(QUESTIONS)
     from jinja2 import TemplateError
 
-    from finetune.data.templates.encoder import load_template
+    from finetune.data.templates.chat_templates import load_template
     from finetune.data.templates.render import render
 
     template = load_template(tokenizer)
@@ -88,14 +88,14 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
 def rows(record: dict[str, Any]) -> tuple[str, list[Any]]:
     """The split and evenly spaced rows of a run's data, as [input_ids, labels]: held-out rows if it has any. Empty if
     they are no longer in the data cache."""
-    from finetune.data.prepare import rows_of
+    from finetune.data.prepare import cached_rows
 
     folder, splits = record.get("data_folder"), record.get("ledger")
     if not isinstance(folder, str) or not isinstance(splits, dict):
         return "", []
     try:
         for split in sorted(splits, key=lambda name: name == "train"):
-            found = rows_of(Path(folder), split)
+            found = cached_rows(Path(folder), split)
             if found is not None and len(found):
                 places = sorted({place * len(found) // ROWS for place in range(ROWS)})
                 return split, [[part[:ROW_TOKENS].tolist() for part in found[place]] for place in places]

@@ -121,7 +121,7 @@ def _check_target(file: Path, *, overwrite: bool) -> None:
         raise UserError(f"{file} is a folder. Give the name of a file.")
     if file.exists() and not overwrite:
         raise UserError(f"{file} exists. Give another name, or replace it with --overwrite.")
-    if not os.access(files.existing(file.parent), os.W_OK):
+    if not os.access(files.nearest_existing(file.parent), os.W_OK):
         raise UserError(f"{file} cannot be written by this user. Give a file in another folder.")
 
 
@@ -220,7 +220,7 @@ def _launcher(batch: int, machine: Hardware) -> list[str]:
     from finetune.measure import strategy
 
     world = strategy.largest_world(Config(training=TrainingConfig(global_batch_size=batch)), machine.count)
-    return launch_lines.shown(world, on_cpu=machine.device == "cpu")
+    return launch_lines.user_command(world, on_cpu=machine.device == "cpu")
 
 
 def _described(rows: Rows) -> dict[str, object]:

@@ -241,7 +241,9 @@ def summary(
         "largest_allowed": max(sizes),
         "largest_that_fits": max(fitting) if fitting else None,
         "recommended": best.per_device if best else None,
-        "flag": shlex.join(scripts.setting("training.per_device_train_batch_size", best.per_device)) if best else None,
+        "flag": shlex.join(scripts.setting_arguments("training.per_device_train_batch_size", best.per_device))
+        if best
+        else None,
     }
 
 

@@ -42,7 +42,7 @@ def sizes(folder: Path) -> Sizes | None:
     layers: dict[str, int] = {}
     outside: list[tuple[int, list[int]]] = []  # numbers and shape of each tensor
     for file in sorted(folder.glob("*.safetensors")):
-        for key, (count, shape) in files.numbers(file).items():
+        for key, (count, shape) in files.tensor_sizes(file).items():
             if _BESIDE.search(key):
                 continue
             if (layer := _LAYER.match(key)) is None:

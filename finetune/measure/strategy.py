@@ -162,7 +162,7 @@ def relaunch(decision: Decision) -> None:
 
 def given_command() -> tuple[list[str], list[str]]:
     """What a launcher must start to train as this command was asked: the module or script, and its arguments."""
-    if (script := scripts.command()) is not None:
+    if (script := scripts.running_script()) is not None:
         return script[:1], script[1:]
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name, program, arguments = (spec.name if spec else ""), sys.argv[0], sys.argv[1:]
@@ -247,5 +247,5 @@ def parameter_count(name: str, revision: str | None = None) -> int | None:
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except Exception:  # not downloaded, or not a name of the Hub: loading the model reports which
             return None
-    counts = [files.numbers(file).values() for file in folder.glob("*.safetensors")]
+    counts = [files.tensor_sizes(file).values() for file in folder.glob("*.safetensors")]
     return sum(count for one in counts for count, _ in one) or None

@@ -38,7 +38,7 @@ def report_of(
     if on_gpu:
         env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     elif ranks > 1 and cpu_threads.VARIABLE not in env:
-        env[cpu_threads.VARIABLE] = str(cpu_threads.by_rule(cpu_threads.cores(), ranks))
+        env[cpu_threads.VARIABLE] = str(cpu_threads.default_threads(cpu_threads.cores(), ranks))
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         report = Path(folder) / "dry.json"
         done = subprocesses.run([sys.executable, *target, "--json", str(report), *arguments], env=env)

@@ -180,7 +180,7 @@ def start(case: Case, out: Path, steps: int, without: str, arguments: list[str])
     out.mkdir(parents=True)
     world_size, strategy, backend = case
     program = ["-m", "finetune.parity.run", str(out), str(steps), without, strategy, backend]
-    command = [*launch_lines.ranks(world_size), *program, *arguments]
+    command = [*launch_lines.launch_command(world_size), *program, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with console().status(f"{counted(steps, 'step')} on {counted(world_size, 'rank')}, {strategy}"):
         done = subprocesses.run(command, env=env)

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.config import Config, fixed, load
 from finetune.runtime import scripts
-from finetune.runtime.command import DONE, guarded
+from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 
@@ -50,7 +50,7 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
         )
         return scripts.run(arguments, answer)
 
-    return guarded(start)
+    return run_guarded(start)
 
 
 def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:

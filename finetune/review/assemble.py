@@ -19,7 +19,7 @@ from finetune.review.run import Run
 from finetune.review.values import mapping, number, sequence, text
 from finetune.review.verdict import findings, verdict
 from finetune.runtime import tags
-from finetune.runtime.files import plain
+from finetune.runtime.files import to_json_types
 
 MOST_POINTS = 400  # of a curve
 MOST_TAGS = 8  # pinned for a finding
@@ -68,7 +68,7 @@ class Review:
     def to_dict(self) -> dict[str, Any]:
         """As JSON: numbers are finite or null, secrets masked."""
         content = {"runs": [one.to_dict() for one in self.runs], "comparison": comparison(self.runs)}
-        return plain(redact_tree(content))
+        return to_json_types(redact_tree(content))
 
     @property
     def warned(self) -> bool:
@@ -222,14 +222,14 @@ def curve(run: Run) -> dict[str, list[float | None]]:
     blocks = [block for block in blocks if len(block)]
     steps = np.array([series.steps[block[-1]] for block in blocks], np.int64)
     loss = [float(series.values[block].mean()) for block in blocks]
-    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": plain(loss)}
+    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": to_json_types(loss)}
 
 
 def evaluations(run: Run) -> dict[str, list[float | None]]:
     """Steps, tokens and loss of the evaluations, the newest MOST_POINTS."""
     series = runs.evaluations(run)
     steps, loss = series.steps[-MOST_POINTS:], series.values[-MOST_POINTS:]
-    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": plain(loss.tolist())}
+    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": to_json_types(loss.tolist())}
 
 
 def tokens_at(run: Run, steps: np.ndarray) -> list[float | None]:
@@ -354,7 +354,7 @@ def _shown(value: Any) -> Any:
         return text(value)
     if isinstance(value, bool) or number(value) is not None:
         return value
-    return text(str(plain(value)))
+    return text(str(to_json_types(value)))
 
 
 def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from finetune.review import gate
 from finetune.review import run as runs
 from finetune.review.assemble import Review, review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
-from finetune.runtime.files import plain, write_json, write_text
+from finetune.runtime.files import to_json_types, write_json, write_text
 from finetune.runtime.options import Options, path, percent
 
 PURPOSE = (
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
         print_line(line)
     if options.json:
         gated = {"gate": [one.to_dict() for one in compared]} if limits.given else {}
-        write_json(options.json, result.to_dict() | plain(gated))
+        write_json(options.json, result.to_dict() | to_json_types(gated))
     if options.html:
         from finetune.review import page
 

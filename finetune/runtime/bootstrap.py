@@ -79,7 +79,7 @@ NOISE = {
 
 
 @contextlib.contextmanager
-def imports() -> Iterator[None]:
+def library_imports() -> Iterator[None]:
     """For importing the libraries: the garbage collector rests, and later collections leave out their objects.
 
     There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
@@ -101,7 +101,7 @@ def imports() -> Iterator[None]:
             gc.enable()
 
 
-@imports()
+@library_imports()
 def start(
     backend: str = "auto",
     log_level: str | None = "warning",
@@ -127,11 +127,11 @@ def start(
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
             for another strategy than DDP.
     """
-    start_up = startup.of_this_process()
+    start_up = startup.current()
     start_up.ended("python")
     _check_strategy()
-    _scan_packages_once()
-    _set_environment()
+    scan_packages_once()
+    set_environment()
     leave_out_noise()
     me = distributed.ranks()
     import torch
@@ -147,7 +147,7 @@ def start(
         device = "cuda"
     else:
         device = "cpu"
-    cpu_threads.use(device)
+    cpu_threads.set_threads(device)
     too_late = "trl" in sys.modules and "unsloth" not in sys.modules
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
@@ -156,8 +156,8 @@ def start(
     if backend != "transformers":
         verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
     if device == "cuda" and "unsloth" not in sys.modules:  # Unsloth keeps the function it finds
-        flash.offer()
-    refusal = None if backend == "transformers" else _import_unsloth()
+        flash.install_switch()
+    refusal = None if backend == "transformers" else import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
             f"{setting} is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
@@ -255,7 +255,7 @@ def errors_only() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """Set variables that libraries read when they are imported, unless the user has set them."""
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth counts installations through a Hub download
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -276,7 +276,7 @@ def _set_environment() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
-def _scan_packages_once() -> None:
+def scan_packages_once() -> None:
     """Let transformers and TRL share one scan of the installed packages, which each makes when it is imported."""
     metadata.packages_distributions = functools.cache(metadata.packages_distributions)
 
@@ -289,7 +289,7 @@ def _has_expandable_segments() -> bool:
     return not Path("/etc/nv_tegra_release").exists()
 
 
-def _import_unsloth() -> str | None:
+def import_unsloth() -> str | None:
     """Import Unsloth. Returns None, or the reason if it cannot be imported."""
     if importlib.util.find_spec("unsloth") is None:
         return "it is not installed"

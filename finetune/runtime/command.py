@@ -66,19 +66,19 @@ def run_with_options(
     from finetune.runtime.machine import pycache
 
     keep_printing()
-    pycache.keep(cache_folder())  # before anything else is imported
-    from finetune.runtime.options import help_asked
+    pycache.enable(cache_folder())  # before anything else is imported
+    from finetune.runtime.options import requested_help
     from finetune.runtime.scripts import is_script
 
     argv = sys.argv[1:] if argv is None else argv
     own = itertools.takewhile(lambda word: not (takes_script and is_script(word)), argv)
-    if (text := help_asked(list(own), help_text)) is not None:
+    if (text := requested_help(list(own), help_text)) is not None:
         sys.stdout.write(text)
         return DONE
-    return guarded(lambda: run(argv))
+    return run_guarded(lambda: run(argv))
 
 
-def guarded(run: Callable[[], int]) -> int:
+def run_guarded(run: Callable[[], int]) -> int:
     """Call `run` and return its exit code, or 2 for bad input, 1 for a failure, 130 for an interruption.
 
     Only the rank that failed first prints its error; the others exit quietly.
@@ -99,7 +99,7 @@ def guarded(run: Callable[[], int]) -> int:
         report(error)
         return error.exit_code
     except Exception as error:
-        known = in_words(error)
+        known = known_error(error)
         if known:
             report(known)
         else:
@@ -107,12 +107,12 @@ def guarded(run: Callable[[], int]) -> int:
         return FAILED
 
 
-def in_words(error: Exception) -> RunError | None:
+def known_error(error: Exception) -> RunError | None:
     """The error to report for a full or missing disk or a broken connection, wherever it occurred; None for others."""
     from finetune.runtime.machine import disk
     from finetune.runtime.ranks import failures
 
-    broken = failures.of_broken_connection(describe(error))
+    broken = failures.explain_broken_connection(describe(error))
     return disk.failure(error) or (RunError(broken) if broken else None)
 
 

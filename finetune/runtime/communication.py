@@ -25,7 +25,7 @@ def exposed_and_hidden(model: Any) -> tuple[float, float] | None:
     return (data["backward_comm_time"] - hidden) / 1e9, hidden / 1e9
 
 
-def split_of_kernels(events: Sequence[Any], steps: int) -> dict[str, float] | None:
+def kernel_communication(events: Sequence[Any], steps: int) -> dict[str, float] | None:
     """Seconds per step in which NCCL kernels ran, in total and while no other kernel ran; None without NCCL kernels.
 
     Args:
@@ -42,11 +42,11 @@ def split_of_kernels(events: Sequence[Any], steps: int) -> dict[str, float] | No
     others = [(event.time_range.start, event.time_range.end) for event in kernels if not event.name.startswith("nccl")]
     if not nccl:
         return None
-    exposed = covered([*nccl, *others]) - covered(others)
-    return {"communication_seconds": covered(nccl) / steps / 1e6, "exposed_seconds": exposed / steps / 1e6}
+    exposed = union_length([*nccl, *others]) - union_length(others)
+    return {"communication_seconds": union_length(nccl) / steps / 1e6, "exposed_seconds": exposed / steps / 1e6}
 
 
-def covered(intervals: Sequence[tuple[float, float]]) -> float:
+def union_length(intervals: Sequence[tuple[float, float]]) -> float:
     """The length of the union of intervals (start, end)."""
     length, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):

@@ -65,7 +65,7 @@ class NotRegular(UserError, OSError):
         return redact(self.args[0])  # OSError's own text would be "[Errno None] ..."
 
 
-def special(path: Path, *, follow: bool = True) -> str | None:
+def special_kind(path: Path, *, follow: bool = True) -> str | None:
     """What `path` is ("a FIFO", "a folder", ...) if it is not a regular file, else None. Nothing is opened.
 
     Args:
@@ -74,14 +74,14 @@ def special(path: Path, *, follow: bool = True) -> str | None:
     Raises:
         OSError: there is no such file.
     """
-    return _special(os.stat(path, follow_symlinks=follow))
+    return _kind_of_stat(os.stat(path, follow_symlinks=follow))
 
 
-def _special(found: os.stat_result) -> str | None:
+def _kind_of_stat(found: os.stat_result) -> str | None:
     return None if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
 
 
-def special_in(folder: Path) -> str | None:
+def special_entry(folder: Path) -> str | None:
     """The first entry of a folder that is neither a regular file nor a folder, as "NAME is a FIFO"; None without one.
     A library that loads the folder would block on it, or read it without end. Links are judged by their target.
     """
@@ -91,7 +91,7 @@ def special_in(folder: Path) -> str | None:
         return None
     for name in names:
         with contextlib.suppress(OSError):  # a link that leads nowhere is as good as missing
-            if (kind := special(folder / name)) and kind != _KINDS[stat.S_IFDIR]:
+            if (kind := special_kind(folder / name)) and kind != _KINDS[stat.S_IFDIR]:
                 return f"{name} is {kind}"
     return None
 
@@ -106,14 +106,14 @@ def open_descriptor(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True
         NotRegular: it is not a regular file.
         OSError: it cannot be opened.
     """
-    if kind := special(path, follow=follow):
+    if kind := special_kind(path, follow=follow):
         raise NotRegular(path, kind)
     # Without waiting, and checked again: the file may have been replaced since.
     names = ["O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY", "O_BINARY", *([] if follow else ["O_NOFOLLOW"])]
     for name in names:
         flags |= getattr(os, name, 0)
     descriptor = os.open(path, flags)
-    if kind := _special(os.fstat(descriptor)):
+    if kind := _kind_of_stat(os.fstat(descriptor)):
         os.close(descriptor)
         raise NotRegular(path, kind)
     return descriptor
@@ -155,7 +155,7 @@ def safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def numbers(path: Path) -> dict[str, tuple[int, list[int]]]:
+def tensor_sizes(path: Path) -> dict[str, tuple[int, list[int]]]:
     """Of each tensor in a safetensors file: how many numbers it has, and its shape. bitsandbytes stores two numbers of
     4 bits per byte.
 
@@ -179,7 +179,7 @@ def read_json(path: Path) -> Any:
 def check_output(path: Path) -> None:
     """Raise NotRegular if something other than a regular file is in the place of an output: a link would choose
     another place for it."""
-    if os.path.lexists(path) and (kind := special(path, follow=False)):
+    if os.path.lexists(path) and (kind := special_kind(path, follow=False)):
         raise NotRegular(path, kind)
 
 
@@ -199,7 +199,7 @@ def check_name(path: Path, given: str) -> None:
             raise UserError(f"{given} is {path}, whose name is not UTF-8. Give another name.") from None
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest one above it that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
@@ -219,7 +219,7 @@ def _why_unwritable(path: Path) -> str | None:
         if path.is_dir():
             return "expected a file, got a folder. Give the name of a file"
         check_output(path)
-        above = existing(path.absolute().parent)
+        above = nearest_existing(path.absolute().parent)
     except (OSError, ValueError) as error:
         return f"{getattr(error, 'strerror', None) or error}. Give another path"
     if not above.is_dir():
@@ -231,7 +231,7 @@ def _why_unwritable(path: Path) -> str | None:
 
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
-    write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(to_json_types(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:
@@ -247,7 +247,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         NotRegular: `path` is a FIFO, a device or a folder, or a link to one.
         OSError: the file cannot be written; the error's `filename` is `path`.
     """
-    if path.exists() and (kind := special(path)):
+    if path.exists() and (kind := special_kind(path)):
         raise NotRegular(path, kind)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -289,18 +289,18 @@ def append_text(path: Path, content: str) -> None:
         file.write(content.encode())
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """`value` as JSON types: tuples become lists, NaN and infinity become null, other objects become strings."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_types(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):
         return value
     if hasattr(value, "item"):  # numpy and torch scalars
-        return plain(value.item())
+        return to_json_types(value.item())
     return str(value)
 
 
@@ -407,5 +407,5 @@ def checksum_of_json(content: Any) -> str:
     """128-bit xxh3 checksum of `content` as canonical JSON, in hexadecimal."""
     import xxhash
 
-    text = json.dumps(plain(content), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(to_json_types(content), sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(text.encode()).hexdigest()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 
-def ranks(world_size: int) -> list[str]:
+def launch_command(world_size: int) -> list[str]:
     """This interpreter, with torch's launcher if there are several ranks; to be followed by a module or script."""
     return [sys.executable, *(_torchrun(world_size) if world_size > 1 else ())]
 
@@ -20,7 +20,7 @@ def _torchrun(world_size: int) -> Sequence[str]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size))
 
 
-def shown(world_size: int, *, on_cpu: bool) -> list[str]:
+def user_command(world_size: int, *, on_cpu: bool) -> list[str]:
     """What to print before a module or script in a command for the user.
 
     One process needs no launcher. `accelerate-launch` is `accelerate launch` without importing accelerate's other

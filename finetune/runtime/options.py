@@ -156,7 +156,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def help_asked(argv: Sequence[str], general: str) -> str | None:
+def requested_help(argv: Sequence[str], general: str) -> str | None:
     """The help text to print if `argv` contains --help: of a section, or `general`. None otherwise."""
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):

@@ -13,16 +13,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
 from finetune.errors import UserError
 from finetune.runtime import files
-from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
 
 try:
@@ -34,14 +33,25 @@ FILE_NAME = ".finetune.lock"
 _MOST_BYTES = 4096  # of an owner
 _YEAR_2200 = 7_258_118_400  # seconds since 1970
 
-_held: set[Path] = set()  # a process is never blocked by its own record locks
+_locked: set[Path] = set()  # a process is never blocked by its own record locks
+
+
+class _Owner(TypedDict):
+    """The process that holds a lock, as it is written in the file."""
+
+    host: str
+    pid: int
+    started: float  # seconds since 1970
 
 
 @contextlib.contextmanager
-def held(output_dir: Path) -> Iterator[None]:
+def lock(output_dir: Path, warn: Callable[[str], None]) -> Iterator[None]:
     """Context that keeps other runs out of `output_dir`. Rank 0 holds the lock; other ranks do nothing.
 
     The folder is created if needed, and removed at the end if nothing else was written to it.
+
+    Args:
+        warn: called with a sentence if an earlier run has left the folder locked, and this one takes it over.
 
     Raises:
         UserError: another run is using the folder, or the lock file is not one of a run.
@@ -54,7 +64,7 @@ def held(output_dir: Path) -> Iterator[None]:
     made = [folder for folder in folders if not os.path.lexists(folder)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(path, output_dir)
+        descriptor = _acquire(path, output_dir, warn)
     except UserError:
         raise
     except OSError as error:
@@ -69,64 +79,64 @@ def held(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _release(path, lock)
+        _release(path, descriptor)
         for folder in made:
             with contextlib.suppress(OSError):  # it holds the run's files
                 folder.rmdir()
 
 
-def _acquire(path: Path, output_dir: Path) -> int:
+def _acquire(path: Path, output_dir: Path, warn: Callable[[str], None]) -> int:
     """Lock the file and write this process to it. Returns the file descriptor."""
-    if path in _held:
+    if path in _locked:
         raise _in_use(output_dir, _this_process())
     while True:
         try:
-            lock, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+            descriptor, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
         except FileExistsError:
             try:
-                lock, is_new = files.open_descriptor(path, os.O_RDWR, follow=False), False
+                descriptor, is_new = files.open_descriptor(path, os.O_RDWR, follow=False), False
             except FileNotFoundError:  # its owner has just removed it
                 continue
             except files.NotRegular as error:
                 raise _not_a_lock(path, str(error.strerror)) from None
         try:
-            free = _lock(lock)
-            owner = _read(lock, path)
+            free = _try_lock(descriptor)
+            owner = _read(descriptor, path)
             if free is None:  # the file system does not support locks
                 free = is_new or (owner is not None and _has_ended(owner))
             if not free:
                 raise _in_use(output_dir, owner, path)
-            if not _is_same_file(path, lock):  # its owner ended and removed it after this process had opened it
-                os.close(lock)
+            if not _is_same_file(path, descriptor):  # its owner ended and removed it after this process had opened it
+                os.close(descriptor)
                 continue
         except BaseException:
-            os.close(lock)
+            os.close(descriptor)
             raise
         if owner is not None:
-            _print_taken_over(output_dir, owner)
-        os.truncate(lock, 0)
-        os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
-        _held.add(path)
-        return lock
+            warn(_taken_over(output_dir, owner))
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
+        _locked.add(path)
+        return descriptor
 
 
-def _release(path: Path, lock: int) -> None:
+def _release(path: Path, descriptor: int) -> None:
     """Remove the lock file, then unlock it: a process that opened it in between finds it removed and retries."""
-    _held.discard(path)
+    _locked.discard(path)
     if fcntl is None:  # Windows cannot remove an open file
-        os.close(lock)
+        os.close(descriptor)
     with contextlib.suppress(OSError):  # the folder was removed, or its disk is gone
         path.unlink()
     if fcntl is not None:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def _lock(lock: int) -> bool | None:
+def _try_lock(descriptor: int) -> bool | None:
     """Lock an open file: True if this process got the lock, False if another one has it, None without lock support."""
     if fcntl is None:
         return None
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -134,22 +144,22 @@ def _lock(lock: int) -> bool | None:
         return None  # ENOLCK, ENOSYS, EOPNOTSUPP: a network file system mounted without locks
 
 
-def _is_same_file(path: Path, lock: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(lock))
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _read(lock: int, path: Path) -> dict[str, Any] | None:
+def _read(descriptor: int, path: Path) -> _Owner | None:
     """The process that wrote the file; None if it is empty, as just after its creation.
 
     Raises:
         UserError: a run did not write this file, which would be overwritten.
     """
-    if os.fstat(lock).st_nlink > 1:
+    if os.fstat(descriptor).st_nlink > 1:
         raise _not_a_lock(path, "it is a second name of another file")
-    content = os.pread(lock, _MOST_BYTES + 1, 0)
+    content = os.pread(descriptor, _MOST_BYTES + 1, 0)
     if not content:
         return None
     try:
@@ -169,11 +179,11 @@ def _not_a_lock(path: Path, why: str) -> UserError:
     )
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> _Owner:
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def _has_ended(owner: dict[str, Any]) -> bool:
+def _has_ended(owner: _Owner) -> bool:
     """Whether a process is known to have ended; never for processes on other machines."""
     if owner["host"] != socket.gethostname():
         return False
@@ -183,7 +193,7 @@ def _has_ended(owner: dict[str, Any]) -> bool:
         return True
 
 
-def _in_use(output_dir: Path, owner: dict[str, Any] | None, path: Path | None = None) -> UserError:
+def _in_use(output_dir: Path, owner: _Owner | None, path: Path | None = None) -> UserError:
     if owner is None:
         who, stop = "a process that has just started", "stop it"
     else:
@@ -199,11 +209,10 @@ def _in_use(output_dir: Path, owner: dict[str, Any] | None, path: Path | None = 
     )
 
 
-def _print_taken_over(output_dir: Path, owner: dict[str, Any]) -> None:
+def _taken_over(output_dir: Path, owner: _Owner) -> str:
     where = "" if owner["host"] == socket.gethostname() else f" on {owner['host']}"
     hours = (time.time() - owner["started"]) / 3600
-    print_line(
+    return (
         f"warning: the last run in {output_dir} (process {owner['pid']}{where}, started {hours:.1f} hours ago) ended "
-        "without cleaning up; this run takes over the folder",
-        style="yellow",
+        "without cleaning up; this run takes over the folder"
     )

@@ -44,7 +44,7 @@ class Answer:
     overrides: tuple[str, ...] = ()
 
 
-class Answered(SystemExit):
+class ScriptEnd(SystemExit):
     """Ends the script. A SystemExit, so that `except Exception` of the script does not catch it."""
 
 
@@ -76,11 +76,11 @@ def run(words: Sequence[str], answer: Answer) -> int:
     kept = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = list(words), [str(Path(words[0]).resolve().parent)]
     try:
-        with _placed(words[0]):
+        with _error_lines(words[0]):
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         if mine.code is None and end.code not in (None, 0):
-            return _code(end.code)
+            return _exit_code(end.code)
     finally:
         _running = None
         sys.argv, sys.path[:] = kept
@@ -92,7 +92,7 @@ def run(words: Sequence[str], answer: Answer) -> int:
     return mine.code
 
 
-def answered(trainer: Any) -> None:
+def answer_trainer(trainer: Any) -> None:
     """Called by `SFTTrainer.train`. Returns if no command has been asked, or if its answer trains; else answers and
     ends the script.
 
@@ -103,7 +103,7 @@ def answered(trainer: Any) -> None:
         _end(_running, lambda answer: answer.trainer(trainer), by_trainer=True)
 
 
-def answered_by_configuration(config: Config, hooks: Hooks) -> None:
+def answer_configuration(config: Config, hooks: Hooks) -> None:
     """The same for `script.run`."""
     if _running is not None:
         _end(_running, lambda answer: answer.configuration(config, hooks), by_trainer=False)
@@ -113,10 +113,10 @@ def _end(running: _Running, answer: Callable[[Answer], int], *, by_trainer: bool
     if running.code is None:  # else the script has caught the end
         running.by_trainer, running.answers = by_trainer, True
         running.code = answer(running.answer)
-    raise Answered(running.code)
+    raise ScriptEnd(running.code)
 
 
-def without() -> tuple[str, ...]:
+def skipped_patches() -> tuple[str, ...]:
     """Names of patches to skip, to measure their effect."""
     return () if _running is None else _running.answer.without
 
@@ -126,13 +126,13 @@ def overrides() -> tuple[str, ...]:
     return () if _running is None else _running.answer.overrides
 
 
-def command() -> list[str] | None:
+def running_script() -> list[str] | None:
     """The script that a command runs now, and its arguments; None if none runs."""
     return None if _running is None else list(_running.words)
 
 
 @contextlib.contextmanager
-def no_folder_left(path: Path) -> Iterator[None]:
+def remove_new_folder(path: Path) -> Iterator[None]:
     """Context in which a library makes the output folder, which is removed again for a command: it keeps nothing."""
     remains = _running is None or path.exists()
     yield
@@ -141,14 +141,14 @@ def no_folder_left(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
-def kind() -> str | None:
+def trains_by() -> str | None:
     """What the script that runs trains by: TRAINER or CONFIGURATION; None if none runs."""
     return None if _running is None else TRAINER if _running.by_trainer else CONFIGURATION
 
 
-def setting(key: str, value: object) -> list[str]:
+def setting_arguments(key: str, value: object) -> list[str]:
     """A setting as an argument of what runs: of a script that builds its trainer, or of a configuration."""
-    if kind() == TRAINER:
+    if trains_by() == TRAINER:
         return [FINETUNE, f"{key}={value}"]
     return [f"--{key}", str(value)]
 
@@ -193,23 +193,23 @@ def _trains(node: ast.AST) -> bool:
 
 
 @contextlib.contextmanager
-def _placed(script: str) -> Iterator[None]:
+def _error_lines(script: str) -> Iterator[None]:
     """Context that adds the line of the script to a user's error."""
     try:
         yield
     except UserError as error:
-        if line := place(error, script):
+        if line := error_line(error, script):
             error.add_note(line)
         raise
 
 
-def place(error: BaseException, script: str) -> str | None:
+def error_line(error: BaseException, script: str) -> str | None:
     """The innermost line of the script that led to an error."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     return f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
 
 
-def _code(code: Any) -> int:
+def _exit_code(code: Any) -> int:
     """The exit code of a script that ends itself, whose text Python would print."""
     if isinstance(code, int):
         return code

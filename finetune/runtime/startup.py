@@ -35,7 +35,7 @@ class StartUp:
 
 
 @functools.cache
-def of_this_process() -> StartUp:
+def current() -> StartUp:
     """The start-up of this process."""
     return StartUp()
 

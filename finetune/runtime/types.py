@@ -11,11 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import tokenizers
     import torch
     from torch import nn
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or YAML, a row, or keyword arguments that a library checks."""
+
+
+class OnFailure(Protocol):
+    """Records a failure of another rank, just before this process exits."""
+
+    def __call__(self, message: str, *, in_place_of_main: bool = ...) -> None: ...
+
+
+class RankStore(Protocol):
+    """A store of torch, which the ranks of a run share: `TCPStore`, or a `PrefixStore` in one."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class Tokenizer(Protocol):
@@ -32,7 +50,9 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
 
     @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, tokenizers.AddedToken]: ...
     @property
     def all_special_ids(self) -> list[int]: ...
     @property

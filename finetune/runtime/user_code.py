@@ -17,7 +17,7 @@ from finetune.config.schema import LoggingConfig
 from finetune.errors import RunError, UserError, describe
 
 
-def named(logging: LoggingConfig) -> list[tuple[str, str]]:
+def configured(logging: LoggingConfig) -> list[tuple[str, str]]:
     """(key, package.module:name) of everything that the configuration names."""
     found = [("logging.metric", logging.metric)] if logging.metric else []
     return found + [("logging.callbacks", name) for name in logging.callbacks or ()]
@@ -66,7 +66,7 @@ def load(key: str, name: str, config_file: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def errors_named(key: str, name: str, doing: str = "") -> Iterator[None]:
+def user_errors(key: str, name: str, doing: str = "") -> Iterator[None]:
     """Turn an exception of the user's code into one sentence.
 
     Args:

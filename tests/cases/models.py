@@ -69,7 +69,7 @@ def make(kind: str, folder: Path) -> Path:
 
 def _change_tokenizer(kind: str, tokenizer: Any) -> None:
     if kind == "gemma_like":  # turns end in a token that is not the tokenizer's EOS
-        from finetune.data.templates.encoder import TEMPLATES
+        from finetune.data.templates.chat_templates import TEMPLATES
 
         tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"})
         tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})

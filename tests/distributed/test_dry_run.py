@@ -150,7 +150,7 @@ def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does
     (out / "kept").write_text("")
     (out / "run.json").write_text("{}")  # of a finished run
     dry = arguments(tiny_model, tiny_data, "--training.output_dir", str(out))
-    with runlock.held(out):
+    with runlock.lock(out, print):
         before = sorted(out.iterdir())
         second = launch.run("python", [word for word in dry if word != "--dry-run"], cache=tmp_path)
         assert second.returncode == 2, second.stdout[-4000:]

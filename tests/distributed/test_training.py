@@ -102,7 +102,7 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from finetune.data import store
-    from finetune.data.packs import unpacked
+    from finetune.data.packs import one_per_row
     from finetune.data.plan import Plan
 
     (folder,) = {path.parent for path in (cache / "data").glob("*/train.arrow")}
@@ -114,7 +114,7 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
     )
     assert tokenizer.decode(rows[0][0]) == text
     plan = Plan(
-        costs=unpacked(rows.lengths).costs(64),
+        costs=one_per_row(rows.lengths).costs(64),
         label_tokens=rows.label_tokens,
         global_batch_size=7,
         seed=run["config"]["training"]["seed"],

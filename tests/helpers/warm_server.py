@@ -74,12 +74,12 @@ def warm(kind: str) -> dict[str, str | None]:
     from finetune.runtime import bootstrap
     from patches import EARLY
 
-    bootstrap._set_environment()
+    bootstrap.set_environment()
     before = dict(os.environ)
     if kind != "transformers":
         needed = [patch.__name__ for patch in EARLY if patch.needed()]
         assert not needed, f"{needed} would have to be applied before Unsloth is imported, which a fork cannot do"
-        refusal = bootstrap._import_unsloth()
+        refusal = bootstrap.import_unsloth()
         assert refusal is None, refusal
     for name in KINDS[kind]:
         importlib.import_module(name)

@@ -8,10 +8,10 @@ from typing import Any
 
 from finetune import train
 from finetune.config import load
-from finetune.runtime.command import guarded
+from finetune.runtime.command import run_guarded
 from finetune.runtime.hooks import Hooks
 
 
 def train_with(trainer: Callable[[Any], None]) -> int:
     """`finetune.train` with the arguments of this program; `trainer` gets the trainer after it is built."""
-    return guarded(lambda: train.run(load(sys.argv[1:], command="train"), hooks=Hooks(trainer=trainer)))
+    return run_guarded(lambda: train.run(load(sys.argv[1:], command="train"), hooks=Hooks(trainer=trainer)))

@@ -166,7 +166,7 @@ def test_every_error_is_redacted(capsys: pytest.CaptureFixture[str]) -> None:
         def fail(error: Exception = error) -> int:
             raise error
 
-        assert command.guarded(fail) == getattr(error, "exit_code", 1)
+        assert command.run_guarded(fail) == getattr(error, "exit_code", 1)
         shown = capsys.readouterr().err
         assert secret not in shown and f"no {MASK}" in shown
 
@@ -187,6 +187,6 @@ def test_run_json_and_the_resolved_configuration(tmp_path: Path) -> None:
 def test_the_name_of_a_model_is_shown_without_its_password(tmp_path: Path) -> None:
     config = load(["--model.model_name_or_path", SHAPES["address"], "--data.train_file", "x.jsonl"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_hub_is_off", lambda: True)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(UserError, match=rf"https://{re.escape(MASK)}@example.org"):
             preflight.check_model(config)

@@ -60,7 +60,7 @@ YAML = {
 
 def ends(capsys: pytest.CaptureFixture[str], run, code: int) -> str:
     """Run as a command does; its message, after asserting the exit code, one error and no traceback."""
-    assert command.guarded(run) == code
+    assert command.run_guarded(run) == code
     words = " ".join(capsys.readouterr().err.split())
     assert words.startswith("error: ") and "Traceback" not in words, words
     return words
@@ -97,7 +97,7 @@ def test_no_control_character_of_a_file_reaches_the_terminal(
     def unexpected() -> int:
         raise ValueError(ESCAPES)
 
-    assert command.guarded(unexpected) == 1
+    assert command.run_guarded(unexpected) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said and f"ValueError: {SHOWN}\n" in said and "\x1b" not in said
 
@@ -466,10 +466,10 @@ def test_profiles_of_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "profile.yaml").write_text(content)
     given = ["--config_file", str(tmp_path / "profile.yaml"), *more]
     monkeypatch.setattr(launcher, "accelerate_arguments", lambda: given)
-    distributed._launcher_profile.cache_clear()
+    distributed.launcher_profile.cache_clear()
     with pytest.raises(UserError, match=expected):
         distributed.wants_cpu()
-    distributed._launcher_profile.cache_clear()
+    distributed.launcher_profile.cache_clear()
 
 
 def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ _MARK = re.compile("zqx[0-9]+xqz")
 _MAX_STRUCTURES = 4096  # bounds memory for files in which nearly every row has another structure
 
 
-class Unrendered:
+class DroppedByTemplate:
     """Notes about the parts of rows that the template leaves out.
 
     What a template renders depends on the structure of a row: the roles, and which of its messages have thinking, tool
@@ -33,23 +33,23 @@ class Unrendered:
         if structure not in self._notes:
             if len(self._notes) >= _MAX_STRUCTURES:
                 self._notes.clear()
-            self._notes[structure] = _find(row, render)
+            self._notes[structure] = _find_dropped(row, render)
         return self._notes[structure]
 
 
 def _structure(message: Message) -> Any:
-    thinks = _thinks(message)
+    thinks = _has_reasoning(message)
     if len(message) == 2 and not thinks:
         return message["role"]
     calls = len(message.get("tool_calls") or ())
     return (message["role"], thinks, message.get("content") is None, calls, *sorted(message))
 
 
-def _thinks(message: Message) -> bool:
+def _has_reasoning(message: Message) -> bool:
     return message["role"] == "assistant" and CLOSE in (message.get("content") or "")
 
 
-def _find(row: Conversation, render: Render) -> tuple[str, ...]:
+def _find_dropped(row: Conversation, render: Render) -> tuple[str, ...]:
     # One copy of each: a message that is in the row twice needs two placeholders.
     messages = [copy.deepcopy(message) for message in row.messages]
     tools = None if row.tools is None else [copy.deepcopy(tool) for tool in row.tools]
@@ -62,7 +62,7 @@ def _find(row: Conversation, render: Render) -> tuple[str, ...]:
 
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     for index, message in enumerate(messages):
-        _replace(message, placeholder, "the last turn" if index == last else "earlier turns")
+        _replace_parts(message, placeholder, "the last turn" if index == last else "earlier turns")
     for tool in tools or ():
         _replace_name(tool, placeholder, "the descriptions of the tools")
     try:
@@ -74,7 +74,7 @@ def _find(row: Conversation, render: Render) -> tuple[str, ...]:
     return tuple(f"the chat template leaves out {what}" for what in missing)
 
 
-def _replace(message: Message, placeholder: Callable[[str], str], turn: str) -> None:
+def _replace_parts(message: Message, placeholder: Callable[[str], str], turn: str) -> None:
     """Replace the parts of a message by placeholders, in place."""
     role = message["role"]
     whole = "the system message" if role in ("system", "developer") else f"messages of the role {role}"

@@ -17,7 +17,7 @@ def is_rendered(format: Format, *, has_template: bool) -> bool:
     return has_template and not format.of_text and format.name not in ("text", "tokenized")
 
 
-def marker(tokenizer: Any, template: str | None) -> str | None:
+def turn_marker(tokenizer: Any, template: str | None) -> str | None:
     """The text that begins an assistant's turn in a chat template; None if it is not known."""
     try:
         return derive_markers(tokenizer, template)[1].strip() or None

@@ -93,7 +93,7 @@ def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
     paths = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     sums = files.checksums(paths.values())
     sizes = {name: path.stat().st_size for name, path in paths.items()}
-    content = files.plain({**fields, "files": sizes, "xxh3_128": dict(zip(paths, sums, strict=True))})
+    content = files.to_json_types({**fields, "files": sizes, "xxh3_128": dict(zip(paths, sums, strict=True))})
     files.write_json(checkpoint / MANIFEST, {**content, "checksum": files.checksum_of_json(content)})
 
 
@@ -142,7 +142,7 @@ def damage(checkpoint: Path, *, verify: bool = False, unread: tuple[str, ...] = 
         content = manifest(checkpoint)
     except Damaged as error:
         return str(error)
-    if found := files.special_in(checkpoint):
+    if found := files.special_entry(checkpoint):
         return f"{found}, not a regular file"
     for name, size in content["files"].items():
         path = checkpoint / name
@@ -376,7 +376,7 @@ def take_over(output_dir: Path, *, overwrite: bool) -> None:
 
 def check_space(output_dir: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(files.existing(output_dir)).free
+    free = shutil.disk_usage(files.nearest_existing(output_dir)).free
     if free < needed:
         raise UserError(
             f"training.output_dir is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "
@@ -385,8 +385,8 @@ def check_space(output_dir: Path, needed: int, what: str) -> None:
 
 
 def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
-    """`disk.no_space`, which then names the newest complete checkpoint."""
-    return disk.no_space(
+    """`disk.disk_errors`, which then names the newest complete checkpoint."""
+    return disk.disk_errors(
         output_dir, what, lambda: next((path.name for path in reversed(complete_checkpoints(output_dir))), None)
     )
 

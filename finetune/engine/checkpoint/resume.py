@@ -122,7 +122,7 @@ def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
         for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm")
     }
     found["training"] = {name: value for name, value in training.extra.items() if name not in FREE_EXTRA}
-    return files.plain(found)
+    return files.to_json_types(found)
 
 
 def base_model(config: Config) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def base_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         shape = None
     if isinstance(shape, dict):
         shape = {name: value for name, value in shape.items() if name not in _NOT_SHAPE}
-    found: dict[str, Any] = {"model config": files.plain(shape)}
+    found: dict[str, Any] = {"model config": files.to_json_types(shape)}
     try:
         found["base weights"] = weights_digest(folder) if weights else None
     except (OSError, EOFError, ValueError, LookupError, TypeError):
@@ -355,7 +355,7 @@ def _defaults() -> dict[str, Any]:
     import trl
 
     return {
-        item.name: files.plain(item.default)
+        item.name: files.to_json_types(item.default)
         for item in dataclasses.fields(trl.SFTConfig)
         if item.default is not dataclasses.MISSING
     }
@@ -451,9 +451,9 @@ def _plan_changes(checkpoint: Path, config: Config) -> str:
     now = {f"data.{one.name}": getattr(config.data, one.name) for one in dataclasses.fields(config.data)}
     now |= {f"training.{key}": getattr(config.training, key) for key in _PLAN_KEYS}
     changed = [
-        f"{key} was {json.dumps(was[key])}, now {json.dumps(files.plain(value))}"
+        f"{key} was {json.dumps(was[key])}, now {json.dumps(files.to_json_types(value))}"
         for key, value in now.items()
-        if key in was and redact_tree(files.plain(value)) != was[key]
+        if key in was and redact_tree(files.to_json_types(value)) != was[key]
     ]
     return "; ".join(changed) or (
         "the rows, their tokenizer or masks, training.seed or training.global_batch_size have changed (run.json in its "

@@ -76,10 +76,10 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: S
     Raises:
         UserError: flash_4 is wanted and cannot be used.
     """
-    flash.use(False)
+    flash.set_enabled(False)
     if wanted == "torch":
         return Choice(kernel=FLASH_2, reason="set by model.packed_attention")
-    refusal = flash.unusable() or (None if flash.offered() else "Unsloth was imported before it")
+    refusal = flash.why_unusable() or (None if flash.is_switch_installed() else "Unsloth was imported before it")
     if refusal is None and shapes.dtype not in (torch.bfloat16, torch.float16):
         refusal = f"it computes in 16 bits, and the model in {str(shapes.dtype).removeprefix('torch.')}"
     found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents, wanted)
@@ -93,14 +93,14 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: S
         found = replace(found, kernel=FLASH_2, reason="another rank found it slower")
     if wanted == "flash_4" and not agreed[1]:
         found = replace(found, kernel=FLASH_4, reason="set by model.packed_attention")
-    flash.use(found.kernel == FLASH_4)
+    flash.set_enabled(found.kernel == FLASH_4)
     return found
 
 
 def computed(choice: Choice) -> Choice:
     """The choice after a step. The layers of a model, or libraries that change them, may not call the function that
     switches kernels."""
-    if choice.kernel != FLASH_4 or flash.called():
+    if choice.kernel != FLASH_4 or flash.has_run():
         return choice
     reason = f"{FLASH_4} was chosen, but this model's layers never used it"
     return replace(choice, kernel=OTHER, reason=reason)
@@ -116,7 +116,7 @@ def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int]
 
     try:
         theirs, torchs_ms = measured(varlen_attn, shapes, device)
-        flash.use(True)
+        flash.set_enabled(True)
         try:
             ours, flash_ms = measured(varlen_attn, shapes, device)
             if wanted == "flash_4" or flash_ms < FASTER * torchs_ms:
@@ -124,7 +124,7 @@ def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int]
                     if (count > flash.MANY_DOCUMENTS) != (len(shapes.lengths) > flash.MANY_DOCUMENTS):
                         measured(varlen_attn, replace(shapes, lengths=(8,) * count), device)
         finally:
-            flash.use(False)
+            flash.set_enabled(False)
     except Exception as error:  # compilers and kernels raise many types
         return Choice(kernel=FLASH_2, reason=f"{FLASH_4} failed: {type(error).__name__}: {str(error)[:200]}")
     each = torch.tensor([difference(one, other) for one, other in zip(ours, theirs, strict=True)])

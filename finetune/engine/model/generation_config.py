@@ -13,7 +13,8 @@ import numpy as np
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
-from finetune.data.templates.encoder import end_of_turn, load_template
+from finetune.data.templates.chat_templates import load_template
+from finetune.data.templates.spans import end_of_turn
 from finetune.errors import UserError
 from finetune.runtime import files
 

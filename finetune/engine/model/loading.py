@@ -21,7 +21,7 @@ import torch
 from finetune.config import Config
 from finetune.config.sft_fields import lora_fields
 from finetune.data.packs import MAX_PADDING_SEGMENT
-from finetune.data.templates.encoder import load_template
+from finetune.data.templates.chat_templates import load_template
 from finetune.engine import preflight
 from finetune.engine.kernels import attention, fp8, fused_lora, liger
 from finetune.engine.model import adapter_targets, generation_config, positions
@@ -407,10 +407,10 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
-    if config.model.packed_attention != "torch" and flash.offered():
+    if config.model.packed_attention != "torch" and flash.is_switch_installed():
         from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
 
-        flash_blocks.offer()
+        flash_blocks.install_switch()
     return None
 
 

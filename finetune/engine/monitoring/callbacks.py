@@ -39,7 +39,7 @@ def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
             continue
         if not (isinstance(kind, type) and issubclass(kind, TrainerCallback)):
             raise UserError(f"{key}: {name} is not a class of transformers.TrainerCallback. Derive it from that.")
-        with user_code.errors_named(key, name, "__init__"):
+        with user_code.user_errors(key, name, "__init__"):
             callback = kind()
         for event in EVENTS:
             setattr(callback, event, _named(getattr(callback, event), key, name, event))
@@ -50,7 +50,7 @@ def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
 def _named(method: Callable[..., Any], key: str, name: str, event: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with user_code.errors_named(key, name, event):
+        with user_code.user_errors(key, name, event):
             return method(*args, **kwargs)
 
     return call

@@ -58,7 +58,7 @@ def own_facts(trainer: Any) -> Facts:
     return Facts(
         rank=me.rank,
         host=socket.gethostname(),
-        machine=machines.identity(),
+        machine=machines.machine_id(),
         local_rank=me.local_rank,
         parameter_devices=sorted({str(parameter.device) for parameter in model.parameters()}),
         current_device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",

@@ -223,7 +223,7 @@ class RunLogger(TrainerCallback):
             if self.hardware.device == "cuda":
                 torch.cuda.synchronize()
             self.first_step_at = time.time()
-            self.start_up = startup.of_this_process().complete()
+            self.start_up = startup.current().complete()
             self._window = Totals()
         self.monitor.step_ended(state.global_step, int(args.logging_steps))
         if state.global_step >= state.max_steps:

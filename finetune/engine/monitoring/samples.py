@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
-from finetune.data.templates.encoder import load_template
+from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.markers import derive_markers
 from finetune.engine.model.loading import generate
 from finetune.engine.monitoring.metrics import exact_match
@@ -171,7 +171,7 @@ def _on_main(metric: Metric, given: list[str], references: list[str]) -> dict[st
     found: dict[str, float] | str = {}
     if distributed.ranks().is_main:
         try:
-            with user_code.errors_named("logging.metric", metric.name):
+            with user_code.user_errors("logging.metric", metric.name):
                 found = _numbers(metric, metric.function(list(given), list(references)))
         except RunError as error:
             found = str(error)

@@ -24,33 +24,33 @@ QUOTAS = (  # of a container, in CPUs: files with quota and period in microsecon
 )
 
 
-_spinning = False  # whether torch was imported before the policy was set
+spinning = False  # whether torch was imported before the policy was set
 
 
 def sleep_while_waiting() -> None:
     """Have OpenMP's waiting threads sleep in place of spinning, unless the user has set it. OpenMP reads the setting
     when torch is imported, so every command calls this first."""
-    global _spinning
+    global spinning
     if not Path("/dev/nvidiactl").exists() and "OMP_WAIT_POLICY" not in os.environ:
-        _spinning = "torch" in sys.modules
+        spinning = "torch" in sys.modules
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def use(device: str) -> None:
+def set_threads(device: str) -> None:
     """Set the number of threads that this process computes with, by the rule. A script that imported torch first, and
     thereby has spinning threads, keeps its number. On a GPU the number does not matter."""
-    if device == "cpu" and not _spinning:
+    if device == "cpu" and not spinning:
         import torch
 
-        torch.set_num_threads(given() or by_rule(cores(), distributed.ranks().local_world_size))
+        torch.set_num_threads(user_threads() or default_threads(cores(), distributed.ranks().local_world_size))
 
 
-def by_rule(cores: int, ranks: int) -> int:
+def default_threads(cores: int, ranks: int) -> int:
     """Threads of each of `ranks` ranks that share `cores` cores: at least 1."""
     return max(cores // ranks, 1)
 
 
-def given() -> int | None:
+def user_threads() -> int | None:
     """The number that the user has set; None if there is none, or only one that the launcher has set."""
     asked = distributed.launcher_setting(PER_PROCESS)
     environment = launcher.environment() if launcher.is_library() else os.environ

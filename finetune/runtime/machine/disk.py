@@ -63,7 +63,7 @@ def failure(error: BaseException) -> RunError | None:
 
 
 @contextlib.contextmanager
-def no_space(folder: Path, what: str, newest: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+def disk_errors(folder: Path, what: str, newest: Callable[[], str | None] = lambda: None) -> Iterator[None]:
     """Report a full or failing disk as a RunError, whichever way a library raised it.
 
     Args:
@@ -79,7 +79,7 @@ def no_space(folder: Path, what: str, newest: Callable[[], str | None] = lambda:
         # safetensors and torch.save wrap the operating system's error in their own and keep only its text.
         why = reason(error) or reason_in_text(error)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
-        if isinstance(error, OSError) and not full:  # it names its file; `command.guarded` reports it
+        if isinstance(error, OSError) and not full:  # it names its file; `command.run_guarded` reports it
             why = None
         if shutil.disk_usage(folder).free < 2**20:
             why = "No space left on the disk"

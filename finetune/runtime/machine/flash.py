@@ -32,7 +32,7 @@ MANY_DOCUMENTS = 256
 _used = _called = False
 
 
-def unusable() -> str | None:
+def why_unusable() -> str | None:
     """Why FlashAttention-4 cannot be tried on this process's GPU; None if it can."""
     import torch
 
@@ -47,9 +47,9 @@ def unusable() -> str | None:
     return "it needs Hopper (H100) or newer" if torch.cuda.get_device_capability()[0] < 9 else None
 
 
-def offer() -> None:
+def install_switch() -> None:
     """Put the switch in front of torch's kernel; before Unsloth is imported, which keeps what it finds there."""
-    if unusable() is not None:
+    if why_unusable() is not None:
         return
     from torch.nn.attention import varlen
 
@@ -59,31 +59,31 @@ def offer() -> None:
     os.environ.setdefault("UNSLOTH_LEAN_VARLEN", "0")
 
 
-def offered() -> bool:
+def is_switch_installed() -> bool:
     """Whether `use` has an effect in this process."""
     from torch.nn.attention import varlen
 
     return hasattr(varlen.varlen_attn, "is_switch")
 
 
-def used() -> bool:
+def is_enabled() -> bool:
     """Whether FlashAttention-4 is in use. Unsloth then has to be given documents of unequal lengths: where all are
     equal it computes them as rows of a batch, with SDPA."""
     return _used
 
 
-def use(on: bool) -> None:
+def set_enabled(on: bool) -> None:
     """Compute with FlashAttention-4 from now on, or with torch's kernel."""
     global _used, _called
     _used, _called = on, False
 
 
-def called() -> bool:
+def has_run() -> bool:
     """Whether FlashAttention-4 has computed anything since `use`."""
     return _called
 
 
-def mark_called() -> None:
+def mark_run() -> None:
     """FlashAttention-4 has computed something."""
     global _called
     _called = True
@@ -112,7 +112,7 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
             softmax_scale=options.get("scale"),
             causal=True,
         )[0]
-        mark_called()
+        mark_run()
         return output
 
     varlen_attn.is_switch = True  # type: ignore[attr-defined]

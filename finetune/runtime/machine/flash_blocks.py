@@ -26,14 +26,14 @@ BLOCKS, FUNCTION = "unsloth.utils.hf_packed_attention", "_flash_varlen"
 PARAMETERS = ["query", "key", "value", "cu_seqlens", "max_seqlen", "scale", "window"]
 
 
-def offer() -> None:
+def install_switch() -> None:
     """Put the switch in its place, before a block is compiled. Does nothing if flash-attn cannot be imported, or if the
-    signatures are others than this module knows: `flash.called` then stays false."""
+    signatures are others than this module knows: `flash.has_run` then stays false."""
     blocks = sys.modules.get(BLOCKS)
     torchs = getattr(blocks, FUNCTION, None)
     if torchs is None or hasattr(torchs, "is_switch"):
         return
-    if list(inspect.signature(torchs).parameters) != PARAMETERS or not _fits():
+    if list(inspect.signature(torchs).parameters) != PARAMETERS or not _signatures_match():
         return
     operator = torch.ops.finetune.flash_attention_4.default
 
@@ -41,7 +41,7 @@ def offer() -> None:
     def flash_varlen(
         query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
-        if not flash.used() or window is not None:
+        if not flash.is_enabled() or window is not None:
             return torchs(query, key, value, cu_seqlens, max_seqlen, scale, window)  # type: ignore[no-any-return]
         tokens_first = [one[0].transpose(0, 1) for one in (query, key, value)]
         return operator(*tokens_first, cu_seqlens, max_seqlen, scale)[0].unsqueeze(0)  # type: ignore[no-any-return]
@@ -50,7 +50,7 @@ def offer() -> None:
     setattr(blocks, FUNCTION, flash_varlen)
 
 
-def _fits() -> bool:
+def _signatures_match() -> bool:
     """Whether the package's two functions, which it does not document, take what they are given here."""
     options = _options(None, 1, 1.0)
     try:
@@ -88,10 +88,10 @@ def attention(
     Returns:
         The output [tokens, heads, head_dim], and float32 [heads, tokens], the logarithms of the sums of exponentials.
     """
-    output, logsumexp = _empty(query)
+    output, logsumexp = _fake_attention(query)
     options = _options(bounds, longest, scale)
     _package()._flash_attn_fwd(query, key, value, return_lse=True, out=output, lse=logsumexp, **options)
-    flash.mark_called()
+    flash.mark_run()
     return output, logsumexp
 
 
@@ -108,32 +108,32 @@ def gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from that of the output, `given`."""
-    dq, dk, dv = _empty_gradients(query, key, value)
+    dq, dk, dv = _fake_gradients(query, key, value)
     options = _options(bounds, longest, scale)
     _package()._flash_attn_bwd(query, key, value, output, given, logsumexp, dq=dq, dk=dk, dv=dv, **options)
     return dq, dk, dv
 
 
 @attention.register_fake
-def _empty(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _dim = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @gradients.register_fake
-def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
     ctx.longest, ctx.scale = inputs[4:]
 
 
-def _differentiate(ctx: Any, given: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, given: Tensor, _: Any) -> tuple[Any, ...]:
     query, key, value, bounds, output, logsumexp = ctx.saved_tensors
     found = gradients(query, key, value, output, logsumexp, given.contiguous(), bounds, ctx.longest, ctx.scale)
     return *found, None, None, None
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
+attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -386,7 +386,7 @@ def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_o
     except nvml.NVMLError:  # cards without NVLink reject the query
         linked = False
     if linked:
-        return f"NV{min(_count(nvml, ends_of_one, other), _count(nvml, ends_of_other, one))}"
+        return f"NV{min(_links_to(nvml, ends_of_one, other), _links_to(nvml, ends_of_other, one))}"
     level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
     return PCI_LEVELS.get(level, f"NVML level {level}")
 
@@ -407,7 +407,7 @@ def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
     return found
 
 
-def _count(nvml: Any, ends: list[Any], to: Any) -> int:
+def _links_to(nvml: Any, ends: list[Any], to: Any) -> int:
     """Number of NVLinks that lead to a GPU: those that end there, or all if they end in a switch."""
     return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
 

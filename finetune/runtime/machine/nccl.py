@@ -63,7 +63,7 @@ STUDY = (
 )
 
 
-def settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
+def recommend_settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
     """The variables to set before the ranks start; empty if NCCL's defaults are right.
 
     Args:
@@ -96,7 +96,7 @@ def _interface(name: str | None) -> Setting:
     )
 
 
-def in_words(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
+def explain_settings(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
     """The reasons for these settings, or for having none, as one line."""
     links = hardware.links
     if chosen:

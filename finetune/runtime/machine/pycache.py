@@ -14,10 +14,10 @@ from pathlib import Path
 from finetune.runtime.files import private_folder
 
 FOLDER = "bytecode"
-_LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
+LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
 
 
-def keep(cache: Path) -> bool:
+def enable(cache: Path) -> bool:
     """Have this process and those it starts keep bytecode in a folder of `cache`, if some library has none.
 
     Call it before the libraries are imported. Python compares each file's time and size with its source's.
@@ -25,7 +25,7 @@ def keep(cache: Path) -> bool:
     Returns:
         Whether the folder is in use.
     """
-    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, _LIBRARIES)):
+    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, LIBRARIES)):
         return False
     folder = private_folder(cache / FOLDER)
     if folder is None:

@@ -56,7 +56,7 @@ def share() -> int | None:
     return descriptor
 
 
-def of_process(pid: int, descriptor: int | None) -> Activity | None:
+def read_from_process(pid: int, descriptor: int | None) -> Activity | None:
     """What another process of this machine is doing, by what its `share` returned; None if that cannot be read."""
     with contextlib.suppress(OSError, struct.error):
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime.ranks import hang, launcher
+from finetune.runtime.ranks import launcher, rank_status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Ranks:
         return self.local_rank == 0
 
     @property
-    def first_here(self) -> int:
+    def first_local(self) -> int:
         """The first rank of this machine; launchers number the ranks of a machine one after the other."""
         return self.rank - self.local_rank
 
@@ -45,9 +45,9 @@ class Ranks:
         """Whether the run has ranks on other machines."""
         return self.local_world_size < self.world_size
 
-    def are_here(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Whether a rank is on this machine."""
-        return self.first_here <= rank < self.first_here + self.local_world_size
+        return self.first_local <= rank < self.first_local + self.local_world_size
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def ranks() -> Ranks:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: os.environ.get(name) for name in names}
     if given["WORLD_SIZE"] is None:
-        asked = _launcher_profile().get("num_processes", 1)
+        asked = launcher_profile().get("num_processes", 1)
         if asked > 1:
             raise UserError(
                 f"accelerate launch was asked for {asked} processes but started one, as it does with "
@@ -97,7 +97,7 @@ def _check_count(world_size: int) -> None:
     Raises:
         UserError: these are fewer than `num_processes`.
     """
-    profile = _launcher_profile()
+    profile = launcher_profile()
     asked, machines_asked = profile.get("num_processes", 1), profile.get("num_machines", 1)
     if machines_asked != 1 and asked > 1 and asked != world_size:
         raise UserError(
@@ -108,7 +108,7 @@ def _check_count(world_size: int) -> None:
 
 
 @functools.cache
-def _launcher_profile() -> dict[str, Any]:
+def launcher_profile() -> dict[str, Any]:
     """The settings of the `accelerate launch` that started this process; empty for other launchers.
 
     accelerate does not pass on the requested number of processes, nor, in a distributed launch, the choice of the CPU.
@@ -149,12 +149,12 @@ def _launcher_profile() -> dict[str, Any]:
 def launcher_setting(name: str) -> Any:
     """A setting of the `accelerate launch` that started this process, from its options or its profile; None if it is
     not set."""
-    return _launcher_profile().get(name)
+    return launcher_profile().get(name)
 
 
 def wants_cpu() -> bool:
     """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
-    return bool(_launcher_profile().get("use_cpu"))
+    return bool(launcher_profile().get("use_cpu"))
 
 
 # --- collectives; with one rank each of them just returns its argument -----------------------------------------------
@@ -183,7 +183,7 @@ def barrier() -> None:
     if _host_group is not None:
         import torch.distributed as dist
 
-        with hang.waiting("barrier"):
+        with rank_status.waiting("barrier"):
             dist.barrier(group=_host_group)
 
 
@@ -209,7 +209,7 @@ def gather_objects(value: Any) -> list[Any]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * ranks().world_size
-    with hang.waiting("all_gather_object"):
+    with rank_status.waiting("all_gather_object"):
         dist.all_gather_object(values, value, group=_host_group)
     return values
 
@@ -222,7 +222,7 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     import torch.distributed as dist
 
     tensor = torch.tensor(values, dtype=torch.float64)
-    with hang.waiting("all_reduce"):
+    with rank_status.waiting("all_reduce"):
         dist.all_reduce(tensor, group=_host_group)
     return tensor.tolist()
 
@@ -267,7 +267,7 @@ class DelayedFlag:
         if self._pending is None:
             return False
         work, tensor = self._pending
-        with hang.waiting("all_reduce of the stop flags"):
+        with rank_status.waiting("all_reduce of the stop flags"):
             work.wait()
         self._pending = None
         return bool(tensor.item())

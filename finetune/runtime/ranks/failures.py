@@ -1,4 +1,4 @@
-"""The first failure ends the run: announcing it to the other ranks, and ending because of another one's."""
+"""Fail fast: report the first rank's failure to the others and stop every rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from finetune.runtime.ranks import distributed, interrupt, launcher, machines, rendezvous, tcp_store
 from finetune.runtime.ranks.machines import Machine
+from finetune.runtime.types import OnFailure, RankStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Result = TypeVar("Result")
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
 # A launcher ends all ranks as soon as one exits with an error, so a rank that reports nothing must not exit first.
 QUIET_SECONDS = 10.0
-ANNOUNCE_SECONDS = 10.0  # in which a rank that fails before it has met the others tries to reach them
+ANNOUNCE_SECONDS = 10.0  # in which a rank that fails before it has joined the others tries to reach them
 # A broken connection is the consequence of something: how long its rank waits for another one to report what it was.
 CAUSE_SECONDS = 8.0
 ALIKE_SECONDS = 1.0  # for the other ranks to fail with the same error
@@ -32,16 +38,17 @@ STORE_SECONDS = 3.0  # for an answer of the store, or a write of run.json, when 
 FAILURE = "finetune/failure"  # key of the first one in the store
 FAILED = "finetune/failed"  # key of each: with the rank and a digest of its message
 stopping = threading.Event()  # set when this rank ends, or the run does: nobody watches the others any more
-_ending = threading.Event()  # a thread reports why this process ends, and ends it
-_on_failure: Callable[..., None] | None = None
-_here: Mapping[int, tuple[int, float]] = {}  # process id and time of creation of the other ranks on this machine
-_met: Any = None  # the store of ranks on several machines, which have met before there is a process group
+_exiting = threading.Event()  # a thread reports why this process ends, and ends it
+_on_failure: OnFailure | None = None
+_local_ranks: Mapping[int, tuple[int, float]] = {}  # process id and time of creation of the other ranks on this machine
+_shared_store: RankStore | None = None  # of ranks on several machines, which they join before there is a process group
+_early_store: Store | None = None  # kept: on rank 0, it keeps the store alive
 
 
-def announce_in(met: Any) -> None:
+def announce_through(store: RankStore | None) -> None:
     """Announce failures in this store of ranks on several machines, before there is a process group and after."""
-    global _met
-    _met = met
+    global _shared_store
+    _shared_store = store
 
 
 def claim_failure(message: str) -> bool:
@@ -57,26 +64,32 @@ def claim_failure(message: str) -> bool:
         first = _announce(message)
         if first is None:
             return me.is_local_main
-        return first.message == message if first.is_own else me.is_local_main and not me.are_here(first.rank)
+        return first.message == message if first.is_own else me.is_local_main and not me.is_local(first.rank)
     if not distributed.connected():
         return me.is_local_main
     return first_failure(message) == message
 
 
 def _announce(message: str) -> Failure | None:
-    """`claim` among the ranks of all machines; None if this rank has not met them, and can only leave word."""
-    if _met is not None:
-        return _within(STORE_SECONDS, lambda: claim(message))
+    """`claim` among the ranks of all machines; None if this rank has not joined them yet."""
+    if _shared_store is not None:
+        return _call_with_timeout(STORE_SECONDS, lambda: claim(message))
     own = own_failure(message).to_json()
-    _within(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(tcp_store.store(), own))
+    _call_with_timeout(ANNOUNCE_SECONDS, lambda: _announce_early(own))
     return None
 
 
+def _announce_early(failure: str) -> None:
+    global _early_store
+    _early_store = tcp_store.open_store(tcp_store.JoinLimit())
+    rendezvous.announce_early(_early_store, failure)
+
+
 def announce_interruption(reason: str) -> None:
-    """Have the ranks on other machines end, which this machine's launcher does not reach: this rank ends at once."""
-    if distributed.ranks().on_several_machines and _met is not None and not stopping.is_set():
+    """Stop the ranks on other machines, which this machine's launcher does not reach. This rank ends at once."""
+    if distributed.ranks().on_several_machines and _shared_store is not None and not stopping.is_set():
         stopping.set()
-        _within(STORE_SECONDS, lambda: claim(f"stopped by {reason}"))
+        _call_with_timeout(STORE_SECONDS, lambda: claim(f"stopped by {reason}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +105,9 @@ class Failure:
         """Whether it is this rank that failed."""
         return self.rank == distributed.ranks().rank
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Such as "rank 1: ..." or, on another machine, "rank 1 on node-b: ..."."""
-        where = "" if distributed.ranks().are_here(self.rank) else f" on {self.host}"
+        where = "" if distributed.ranks().is_local(self.rank) else f" on {self.host}"
         return f"rank {self.rank}{where}: {self.message}"
 
     def to_json(self) -> str:
@@ -114,12 +127,12 @@ def own_failure(message: str) -> Failure:
 
 def claim(message: str) -> Failure:
     """The first failure, which is this one if no other has been announced."""
-    return Failure.from_json(_failures().compare_set(FAILURE, "", own_failure(message).to_json()))
+    return Failure.from_json(_failure_store().compare_set(FAILURE, "", own_failure(message).to_json()))
 
 
-def _failures() -> Any:
+def _failure_store() -> RankStore:
     """The store in which the first failure is announced."""
-    return default_store() if _met is None else _met
+    return default_store() if _shared_store is None else _shared_store
 
 
 def wait_for_launcher() -> bool:
@@ -136,16 +149,16 @@ def wait_for_launcher() -> bool:
 
 def first_failure(message: str) -> str:
     """The message of the rank that failed first, which is the reason why all ranks end; `message` if it is this one."""
-    message = of_broken_connection(message) or message
+    message = explain_broken_connection(message) or message
     stopping.set()
     if not distributed.connected():
         return message
     try:
-        _failures().set(_failed(distributed.ranks().rank, message), "")
+        _failure_store().set(_failed(distributed.ranks().rank, message), "")
         first = claim(message)
     except Exception:  # the rank that hosts the store has ended: it failed first
         return "rank 0: it ended, and the process group's store with it"
-    return first.message if first.is_own else first.said()  # its own may be of its watch: that others are stuck
+    return first.message if first.is_own else first.describe()  # its own may be of its watch: that others are stuck
 
 
 def all_ranks_fail_with(message: str) -> bool:
@@ -162,7 +175,7 @@ def all_ranks_fail_with(message: str) -> bool:
     until = time.monotonic() + ALIKE_SECONDS
     with contextlib.suppress(Exception):  # the store has ended
         while time.monotonic() < until:
-            if _failures().check(keys):
+            if _failure_store().check(keys):
                 return True
             threading.Event().wait(0.02)
     return False
@@ -194,18 +207,18 @@ def is_broken_connection(text: str) -> bool:
     return _BROKEN.match(text) is not None
 
 
-def of_broken_connection(text: str) -> str | None:
-    """A sentence in place of the text of an error, if it is about a connection to another rank; else None.
+def explain_broken_connection(text: str) -> str | None:
+    """The sentence to report instead of an error about a connection to another rank; None for other errors.
 
-    That is the consequence of something, which this process is given time to learn: the launcher, or the watch of the
-    other ranks and machines, then ends it, with what it was.
+    A broken connection has a cause, and this process waits for it: the launcher, or the watch of the other ranks and
+    machines, may end it meanwhile and report the cause.
     """
     if distributed.ranks().world_size == 1 or not is_broken_connection(text):
         return None
     until = time.monotonic() + CAUSE_SECONDS
     while time.monotonic() < until and not stopping.wait(FAILURE_POLL_SECONDS / 4):
         pass
-    if _ending.is_set():
+    if _exiting.is_set():
         threading.Event().wait(QUIET_SECONDS)
     short = " ".join(text.split())[:200]
     return (
@@ -214,7 +227,7 @@ def of_broken_connection(text: str) -> str | None:
     )
 
 
-def default_store() -> Any:
+def default_store() -> RankStore:
     """The store of the process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -224,29 +237,27 @@ def default_store() -> Any:
 # --- watching the others --------------------------------------------------------------------------------------------
 
 
-def watch(on_failure: Callable[..., None] | None, here: Mapping[int, tuple[int, float]]) -> None:
-    """What to do when a rank fails, from here on.
+def set_failure_handler(on_failure: OnFailure | None, local_ranks: Mapping[int, tuple[int, float]]) -> None:
+    """Set what this process does from now on when a rank fails.
 
     Args:
         on_failure: called with a message just before this process exits.
-        here: process ids and times of creation of the other ranks on this machine, by rank.
+        local_ranks: process ids and times of creation of the other ranks on this machine, by rank.
     """
-    global _on_failure, _here
-    _on_failure, _here = on_failure, here
+    global _on_failure, _local_ranks
+    _on_failure, _local_ranks = on_failure, local_ranks
     stopping.clear()
 
 
-def watch_others(
-    on_failure: Callable[..., None] | None, peers: Mapping[int, int], each_second: Callable[[], None]
-) -> None:
+def watch_other_ranks(on_failure: OnFailure | None, peers: Mapping[int, int], each_second: Callable[[], None]) -> None:
     """End this process soon after another rank has failed, even if the main thread is blocked in a collective.
 
     Args:
         on_failure: called with a message just before this process exits.
         peers: process ids of the other ranks of this machine, by rank.
-        each_second: called before each look.
+        each_second: called before each check of the store.
     """
-    store = _failures()
+    store = _failure_store()
     while not stopping.wait(FAILURE_POLL_SECONDS):
         try:
             each_second()
@@ -264,24 +275,24 @@ def watch_others(
             failure = Failure(rank=rank, message=message, host=os.environ.get("MASTER_ADDR", ""))
             if stopping.is_set():
                 return
-        end_after(failure, on_failure)
+        exit_after(failure, on_failure)
 
 
-def end_after(failure: Failure, on_failure: Callable[..., None] | None) -> None:
+def exit_after(failure: Failure, on_failure: OnFailure | None) -> None:
     """End this process because a rank has failed. If that one prints its error on another machine, print it here."""
     me = distributed.ranks()
-    if me.is_local_main and not me.are_here(failure.rank):
-        write_error(failure.said())
+    if me.is_local_main and not me.is_local(failure.rank):
+        write_error(failure.describe())
     if on_failure is not None:
-        on_failure(failure.said())
+        on_failure(failure.describe())
     threading.Event().wait(FAILURE_POLL_SECONDS)  # let the failed rank print its error first
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
 
 
-def born(peers: Mapping[int, int]) -> dict[int, tuple[int, float]]:
-    """Process id and time of creation, which together mean one process for good, of each rank on this machine."""
+def process_start_times(peers: Mapping[int, int]) -> dict[int, tuple[int, float]]:
+    """Process id and time of creation of each rank on this machine: ids alone are reused."""
     import psutil
 
     found = {}
@@ -291,33 +302,33 @@ def born(peers: Mapping[int, int]) -> dict[int, tuple[int, float]]:
     return found
 
 
-def end_without(machine: Machine, why: str) -> None:
-    """End this process, from a thread: a machine of the run is gone, and with it every collective.
+def exit_on_lost_machine(machine: Machine, why: str) -> None:
+    """End this process, from a thread, because a machine of the run is lost and with it every collective.
 
     Args:
         why: the kernel's reason; empty if the machine has closed the connection.
     """
     if stopping.wait(FAILURE_POLL_SECONDS / 2):  # the run is over, or this rank reports a failure
         return
-    message = machines.what_happened(machine, why)
-    first = _within(STORE_SECONDS, lambda: claim(message))  # the store may be on that machine
+    message = machines.explain_loss(machine, why)
+    first = _call_with_timeout(STORE_SECONDS, lambda: claim(message))  # the store may be on that machine
     if first is not None and not first.is_own:
-        return  # what a rank has reported is the reason; the watch of failures ends this process
-    _ending.set()
+        return  # a rank has reported the reason; the watch of failures ends this process
+    _exiting.set()
     stopping.set()
     write_error(message)
     if _on_failure is not None:
         record = functools.partial(_on_failure, message, in_place_of_main=0 in machine.ranks)
-        _within(STORE_SECONDS, record)  # the disk may be on that machine as well
+        _call_with_timeout(STORE_SECONDS, record)  # the disk may be on that machine as well
     if first is None:
-        _kill(_here)  # they cannot learn it, and a launcher would wait 30 s for each of them
+        _kill(_local_ranks)  # they have no way to notice, and a launcher would wait 30 s for each of them
     threading.Event().wait(2 * FAILURE_POLL_SECONDS)
     os._exit(1)
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
+def _call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
     """What `call` returns, or None if it fails or takes longer."""
-    found: list[Any] = []
+    found: list[Result] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -329,8 +340,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return found[0] if found else None
 
 
-def end_hung(
-    on_failure: Callable[..., None] | None,
+def exit_hung(
+    on_failure: OnFailure | None,
     peers: Mapping[int, tuple[int, float]],
     message: str,
     silent: Sequence[int],
@@ -358,13 +369,13 @@ def end_hung(
 
 
 def _kill(processes: Mapping[int, tuple[int, float]]) -> None:
-    """End ranks of this machine, given their process ids and times of creation, without a word."""
+    """Kill ranks of this machine, given their process ids and times of creation."""
     import psutil
 
-    for pid, born in processes.values():
+    for pid, created in processes.values():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if process.create_time() == born:
+            if process.create_time() == created:
                 process.kill()
 
 

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -70,8 +69,8 @@ class Machine:
         return cls(**json.loads(text))
 
 
-def identity() -> str:
-    """What tells this machine from others: containers may share a host name, and have process ids of their own."""
+def machine_id() -> str:
+    """Unique machine ID. Containers can share a host name and have separate PID namespaces."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -92,7 +91,7 @@ def route_to(host: str | None) -> tuple[str, str] | None:
         if one.family in (socket.AF_INET, socket.AF_INET6)
     }
     for target in (host, "192.0.2.1"):  # the latter, of TEST-NET-1, has the default route; nothing is sent
-        own = _own_address_towards(target) if target else None
+        own = own_address_towards(target) if target else None
         if own is not None and own in addresses and not _is_loopback(own):
             return addresses[own], own
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -104,7 +103,8 @@ def route_to(host: str | None) -> tuple[str, str] | None:
     return outside[0] if len(outside) == 1 else None
 
 
-def _own_address_towards(host: str) -> str | None:
+def own_address_towards(host: str) -> str | None:
+    """The address of this machine on the way to `host`; None if there is no route."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -118,7 +118,11 @@ def _is_loopback(address: str) -> bool:
 
 
 class Links:
-    """This machine's connections to the others, each followed by a thread that waits for its end."""
+    """This machine's connections to the others, each followed by a thread that waits for its end.
+
+    port:        on which later machines connect
+    connections: the open ones
+    """
 
     def __init__(self, lost: Callable[[Machine, str], None], warn: Callable[[str], None]) -> None:
         """Open the port on which later machines connect.
@@ -129,7 +133,7 @@ class Links:
         """
         self._lost, self._warn = lost, warn
         self._closed = threading.Event()
-        self._open: list[socket.socket] = []
+        self.connections: list[socket.socket] = []
         self._listener = socket.create_server(("", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
 
@@ -149,10 +153,10 @@ class Links:
     def close(self) -> None:
         """Leave the other machines in order: the run is over."""
         self._closed.set()
-        for one in self._open:
+        for one in self.connections:
             with contextlib.suppress(OSError):
                 one.sendall(_GOODBYE)
-        for one in (self._listener, *self._open):
+        for one in (self._listener, *self.connections):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
@@ -192,8 +196,8 @@ class Links:
     def _wait_for_end(self, connection: socket.socket, machine: Machine) -> None:
         why = ""
         try:
-            keep_alive(connection)
-            self._open.append(connection)
+            enable_keep_alive(connection)
+            self.connections.append(connection)
             connection.settimeout(None)
             if connection.recv(len(_GOODBYE)) == _GOODBYE:
                 return
@@ -205,16 +209,16 @@ class Links:
             self._lost(machine, why)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keep_alive(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other side has not answered for LOST_SECONDS."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options: dict[str, Any] = {"TCP_KEEPIDLE": IDLE_SECONDS, "TCP_KEEPINTVL": INTERVAL_SECONDS, "TCP_KEEPCNT": COUNT}
+    options = {"TCP_KEEPIDLE": IDLE_SECONDS, "TCP_KEEPINTVL": INTERVAL_SECONDS, "TCP_KEEPCNT": COUNT}
     for name, value in options.items():
         if hasattr(socket, name):  # Linux, Windows; macOS names the first one otherwise, and waits two hours
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def what_happened(machine: Machine, why: str) -> str:
+def explain_loss(machine: Machine, why: str) -> str:
     """The message of a run that has lost a machine.
 
     Args:

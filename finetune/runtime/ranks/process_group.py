@@ -1,4 +1,4 @@
-"""The process group, from its start to its end, and the watch of the other ranks meanwhile."""
+"""The process group, from its start to its end, and the watch of the other ranks during that time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 from finetune.errors import UserError, describe
 from finetune.runtime.ranks import activity, distributed, failures, hang, launcher, machines, multinode, tcp_store
+from finetune.runtime.types import JsonObject, OnFailure
 
 _machines = 1  # on which the ranks are
 _backstop_seconds = 0  # by which the timeout of the default process group exceeds the configured one
@@ -23,7 +23,7 @@ def start(
     cpu: bool,
     timeout_seconds: int,
     timeout_setting: str | None = "training.ddp_timeout",
-    on_failure: Callable[..., None] | None = None,
+    on_failure: OnFailure | None = None,
 ) -> None:
     """Create the process group with the configured timeout, before a library creates one with its default, and watch
     the other ranks until `finish`.
@@ -35,10 +35,10 @@ def start(
     Raises:
         UserError: a process group of another size exists already.
     """
-    multinode.meet()
+    multinode.node().connect()
     made_here = connect(cpu=cpu, timeout_seconds=timeout_seconds)
-    _leave_timeouts_to_the_watch(timeout_seconds if made_here else None)
-    _begin_watching(timeout_seconds, timeout_setting, on_failure)
+    _extend_torch_timeouts(timeout_seconds if made_here else None)
+    _start_watching(timeout_seconds, timeout_setting, on_failure)
 
 
 def connect(*, cpu: bool, timeout_seconds: int) -> bool:
@@ -53,9 +53,9 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     import torch.distributed as dist
     from accelerate import PartialState
 
-    _choose_interface()
+    choose_gloo_interface()
     made_here = not dist.is_initialized()
-    timeout = timedelta(seconds=max(hang.START_SECONDS, timeout_seconds))
+    timeout = timedelta(seconds=max(tcp_store.START_SECONDS, timeout_seconds))
     arguments = {} if not made_here else _store_arguments(timeout)
     with _connection_errors():
         state = PartialState(cpu=cpu, timeout=timeout, **arguments)
@@ -70,7 +70,7 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     return made_here
 
 
-def _choose_interface() -> None:
+def choose_gloo_interface() -> None:
     """Have gloo connect over the network to the other machines, unless the user has chosen an interface. Its own choice
     is the address of the host's name, on which no other machine can reach it if that is 127.0.1.1 (Debian, Ubuntu)."""
     if distributed.ranks().on_several_machines and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -79,18 +79,18 @@ def _choose_interface() -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = route[0]
 
 
-def _begin_watching(
-    timeout_seconds: int, timeout_setting: str | None, on_failure: Callable[..., None] | None
+def _start_watching(
+    timeout_seconds: int, timeout_setting: str | None, on_failure: OnFailure | None
 ) -> list[threading.Thread]:
-    """Start the threads that look after the other ranks; every rank calls it."""
+    """Start the threads that watch the other ranks; every rank calls it."""
     if not distributed.connected():
         return []
     global _machines
     me = distributed.ranks()
-    here = distributed.gather_objects((machines.identity(), os.getpid(), activity.share()))
+    here = distributed.gather_objects((machines.machine_id(), os.getpid(), activity.share()))
     _machines = len({machine for machine, _, _ in here})
     peers = {rank: pid for rank, (host, pid, _) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
-    born = failures.born(peers)
+    started = failures.process_start_times(peers)
     watch = hang.Watch(
         rank=me.rank,
         world_size=me.world_size,
@@ -98,29 +98,27 @@ def _begin_watching(
         limit=timeout_seconds,
         setting=timeout_setting,
         store_rank=None if tcp_store.launcher_hosts_it() else 0,
-        look=lambda rank: activity.of_process(peers[rank], here[rank][2]) if rank in peers else None,
-        fail=functools.partial(failures.end_hung, on_failure, born),
+        read_activity=lambda rank: activity.read_from_process(peers[rank], here[rank][2]) if rank in peers else None,
+        fail=functools.partial(failures.exit_hung, on_failure, started),
     )
-    failures.watch(on_failure, born)
-    multinode.has_begun()
+    failures.set_failure_handler(on_failure, started)
+    multinode.node().hand_over()
     guard = hang.start(watch, failures.stopping)
-    others = threading.Thread(target=failures.watch_others, args=(on_failure, peers, watch.round), daemon=True)
+    others = threading.Thread(target=failures.watch_other_ranks, args=(on_failure, peers, watch.poll), daemon=True)
     others.start()
     return [guard, others]
 
 
 @contextlib.contextmanager
-def watched(
-    timeout_seconds: int, timeout_setting: str | None, on_failure: Callable[..., None] | None
-) -> Iterator[None]:
-    """`start`'s watch for the time of a block that every rank enters, in a program that goes on after it: there a rank
-    that ends is no failure. Takes over the timeout of a process group that a library has created."""
+def watching(timeout_seconds: int, timeout_setting: str | None, on_failure: OnFailure | None) -> Iterator[None]:
+    """`start`'s watch during a block that every rank enters, in a program that continues after it, where a rank that
+    ends is not a failure. Takes over the timeout of a process group that a library has created."""
     if not distributed.connected():
         yield
         return
-    multinode.meet()
-    _leave_timeouts_to_the_watch(timeout_seconds)
-    threads = _begin_watching(timeout_seconds, timeout_setting, on_failure)
+    multinode.node().connect()
+    _extend_torch_timeouts(timeout_seconds)
+    threads = _start_watching(timeout_seconds, timeout_setting, on_failure)
     try:
         yield
         distributed.barrier()  # no rank leaves while another still watches it
@@ -130,7 +128,7 @@ def watched(
             thread.join(timeout=5)  # one that asks a dead store may not come back
 
 
-def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
+def _extend_torch_timeouts(seconds: int | None) -> None:
     """Set torch's own timeouts, which end a run without naming a rank, later than those of `hang.Watch`.
 
     Args:
@@ -149,11 +147,7 @@ def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
 
 @contextlib.contextmanager
 def _connection_errors() -> Iterator[None]:
-    """Errors of torch when ranks that have met cannot connect to each other, in words.
-
-    Raises:
-        UserError: in place of torch's error.
-    """
+    """Report torch's error as a UserError if ranks that have found each other cannot connect to each other."""
     try:
         yield
     except RuntimeError as error:
@@ -162,25 +156,26 @@ def _connection_errors() -> Iterator[None]:
             raise
         chosen = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
         shown = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "no interface was set"
+        endpoint = tcp_store.endpoint(tcp_store.JoinLimit())
         raise UserError(
-            f"Rank {me.rank} on {socket.gethostname()} has found the other ranks at {tcp_store.place()} but cannot "
+            f"Rank {me.rank} on {socket.gethostname()} has found the other ranks at {endpoint} but cannot "
             f"connect to them: {' '.join(str(error).split())[:300]} ({shown}). Set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME on each machine to its interface towards the others (`ip -brief address` lists them), "
             "and open all TCP ports between the machines."
         ) from None
 
 
-def _store_arguments(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` if this program brings the ranks together itself; else none.
+def _store_arguments(timeout: timedelta) -> JsonObject:
+    """Arguments of `init_process_group` if this program performs the rendezvous itself; else none.
 
-    So it does with several machines; if no launcher has waited for the ranks; and after a restart. The static
+    It does with several machines; if no launcher has waited for the ranks; and after a restart. The static
     rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does with
     several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A prefix
     separates them.
     """
     me = distributed.ranks()
     if me.on_several_machines or not tcp_store.launcher_hosts_it():
-        store = multinode.open_store()
+        store = multinode.node().open_store()
     elif launcher.restarts():
         from torch.distributed import PrefixStore, TCPStore
 
@@ -218,6 +213,6 @@ def finish() -> None:
 
         distributed.barrier()
         failures.stopping.set()
-        multinode.leave()
+        multinode.node().leave()
         dist.destroy_process_group()
         distributed.use_host_group(None)

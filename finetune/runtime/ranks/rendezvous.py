@@ -1,8 +1,8 @@
-"""How ranks on several machines find each other in a store that may hold what earlier attempts have left.
+"""Rendezvous of ranks on several machines, in a store that may hold what earlier attempts have left.
 
 torch's launchers keep their store when they restart the ranks (`--max-restarts`), and machines do not count restarts
 alike: c10d restarts the healthy machines of a run without counting it. So rank 0 names each attempt, and answers the
-others, which proves to them that it is the rank 0 of now.
+others, which proves to them that it is the current rank 0.
 """
 
 from __future__ import annotations
@@ -15,39 +15,33 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
+from finetune.runtime.types import RankStore
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.1
 CONNECT_SECONDS = 5.0
 CLIENT_SECONDS = 30.0  # in which the store at an open port answers
 WARN_SECONDS = 15.0  # without an answer, before a warning
-ANSWER_SECONDS = 1.0  # that rank 0 may take
+ANSWER_SECONDS = 1.0  # rank 0 may take this long
 RESTART_SECONDS = 60.0  # within which a restarted rank 0 replaces what an earlier one has left
 _ATTEMPT, _EARLY = "finetune/attempt", "finetune/early"
 
 
-class Store(Protocol):
-    """What is used of torch's store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, value: int) -> int: ...
-    def delete_key(self, key: str) -> bool: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the ranks meet, as one of them was told.
+class Endpoint:
+    """The address of the ranks' store, as one of the ranks was told.
 
     address:       MASTER_ADDR
     port:          MASTER_PORT
     rank:          of this process
-    world_size:    number of ranks that are to come
+    world_size:    number of ranks that are expected
     rank_0_here:   whether rank 0 is on this machine
-    seconds:       how long to wait there
+    seconds:       how long to wait for the others
     setting:       name of that limit, if the user can set it
     """
 
@@ -63,50 +57,50 @@ class Place:
         return f"{self.address}:{self.port}"
 
     @property
-    def seen_from(self) -> str:
+    def rank_label(self) -> str:
         """Such as "rank 1 on node-b"."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
     @property
-    def limit(self) -> str:
+    def limit_text(self) -> str:
         """Such as "600 s (training.join_timeout)"."""
         return f"{self.seconds:.0f} s" + (f" ({self.setting})" if self.setting else "")
 
 
-def wait_for_port(place: Place, warn: Callable[[str], None]) -> None:
-    """Wait until something accepts connections there.
+def wait_for_port(endpoint: Endpoint, warn: Callable[[str], None]) -> None:
+    """Wait until something accepts connections at the endpoint.
 
     Raises:
-        UserError: nothing does for so long.
+        UserError: nothing does in `endpoint.seconds`.
     """
     began, warned = time.monotonic(), False
     while True:
         try:
-            socket.create_connection((place.address, place.port), CONNECT_SECONDS).close()
+            socket.create_connection((endpoint.address, endpoint.port), CONNECT_SECONDS).close()
             return
         except OSError as error:
-            why, waited = _why(place, error), time.monotonic() - began
-        if waited > place.seconds:
+            why, waited = _explain_connection_error(endpoint, error), time.monotonic() - began
+        if waited > endpoint.seconds:
             raise UserError(
-                f"{_capital(place.seen_from)} cannot reach rank 0 at {place}, tried for {place.limit}: "
-                f"{why}. {_what_to_check(place)}"
+                f"{_capitalize(endpoint.rank_label)} cannot reach rank 0 at {endpoint}, tried for "
+                f"{endpoint.limit_text}: {why}. {_advice(endpoint)}"
             )
         if waited > WARN_SECONDS and not warned:
             warned = True
-            warn(f"{place.seen_from} waits for rank 0 at {place}, up to {place.limit}: {why}")
+            warn(f"{endpoint.rank_label} waits for rank 0 at {endpoint}, up to {endpoint.limit_text}: {why}")
         threading.Event().wait(POLL_SECONDS)
 
 
-def _why(place: Place, error: OSError) -> str:
+def _explain_connection_error(endpoint: Endpoint, error: OSError) -> str:
     """What an error of `connect` means."""
     text = error.strerror or str(error)
     if isinstance(error, socket.gaierror):
         return (
-            f"the name {place.address} cannot be resolved here ({text}). Give the IP address of rank 0's machine "
+            f"the name {endpoint.address} cannot be resolved here ({text}). Give the IP address of rank 0's machine "
             "instead (with torchrun's c10d: --local_addr on that machine)"
         )
-    if not place.rank_0_here and is_own(place.address):
-        return f"{place.address} is this machine itself, and rank 0 is on another one ({text})"
+    if not endpoint.rank_0_here and is_local_address(endpoint.address):
+        return f"{endpoint.address} is this machine itself, and rank 0 is on another one ({text})"
     if isinstance(error, ConnectionRefusedError):
         return (
             f"{text}: that machine is up, but nothing listens on the port. Rank 0 has not started there or has ended, "
@@ -115,26 +109,26 @@ def _why(place: Place, error: OSError) -> str:
     return f"{text}: no machine has that address, or a firewall or a missing route is between"
 
 
-def _what_to_check(place: Place) -> str:
+def _advice(endpoint: Endpoint) -> str:
     return (
-        f"Start all machines within {place.limit} of each other, give all of them the address of rank 0's machine and "
-        "the same port (MASTER_ADDR and MASTER_PORT, --main_process_ip, --master_addr), and open all TCP ports between "
-        "them: docs/two-machines.md."
+        f"Start all machines within {endpoint.limit_text} of each other, give all of them the address of rank 0's "
+        "machine and the same port (MASTER_ADDR and MASTER_PORT, --main_process_ip, --master_addr), and open all TCP "
+        "ports between them: docs/two-machines.md."
     )
 
 
-def is_own(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether an address or name is one of this machine."""
     with contextlib.suppress(OSError):  # of the name
-        for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        for family, kind, _, _, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(place)
+                probe.bind(where)
                 return True
     return False
 
 
-def open_store(place: Place, *, hosts_it: bool, timeout: timedelta, warn: Callable[[str], None]) -> Any:
-    """A client of the store at `place`, which this process serves if it `hosts_it`.
+def open_store(endpoint: Endpoint, *, hosts_it: bool, timeout: timedelta, warn: Callable[[str], None]) -> TCPStore:
+    """A client of the store at `endpoint`, which this process serves if it `hosts_it`.
 
     Args:
         timeout: of the client's later calls.
@@ -144,19 +138,19 @@ def open_store(place: Place, *, hosts_it: bool, timeout: timedelta, warn: Callab
     """
     from torch.distributed import DistError, TCPStore
 
-    address = place.address
+    address = endpoint.address
     if not hosts_it:
-        wait_for_port(place, warn)
-    elif not is_own(address):  # an address that is forwarded to this machine is fine, as in Kubernetes
+        wait_for_port(endpoint, warn)
+    elif not is_local_address(address):  # an address that is forwarded to this machine is fine, as in Kubernetes
         address = "localhost"
-    found: list[Any] = []
+    found: list[TCPStore | DistError] = []
 
     def create() -> None:
         try:
             # With several tenants, another client of this process shares this server instead of opening the port again.
             found.append(
                 TCPStore(
-                    address, place.port, place.world_size, hosts_it, timedelta(seconds=CLIENT_SECONDS),
+                    address, endpoint.port, endpoint.world_size, hosts_it, timedelta(seconds=CLIENT_SECONDS),
                     wait_for_workers=False, multi_tenant=True,
                 )
             )  # fmt: skip
@@ -167,38 +161,40 @@ def open_store(place: Place, *, hosts_it: bool, timeout: timedelta, warn: Callab
     thread = threading.Thread(target=create, daemon=True)
     thread.start()
     thread.join(2 * CLIENT_SECONDS)
-    if not found or isinstance(found[0], DistError):
-        raise UserError(_not_a_store(place, hosts_it, str(found[0]) if found else "no answer"))
-    found[0].set_timeout(timeout)
-    return found[0]
+    store = found[0] if found else "no answer"
+    if isinstance(store, str | DistError):
+        raise UserError(_not_a_store(endpoint, hosts_it, str(store)))
+    store.set_timeout(timeout)
+    return store
 
 
-def _not_own(place: Place) -> str:
+def _foreign_address(endpoint: Endpoint) -> str:
     return (
-        f"{place.address}, at which the other ranks look for rank 0 (MASTER_ADDR), is not an address of "
-        f"{socket.gethostname()}, on which rank 0 runs. They come only if it is forwarded to this machine."
+        f"{endpoint.address}, at which the other ranks look for rank 0 (MASTER_ADDR), is not an address of "
+        f"{socket.gethostname()}, on which rank 0 runs. They reach it only if that address is forwarded to this "
+        "machine."
     )
 
 
-def _not_a_store(place: Place, hosts_it: bool, text: str) -> str:
+def _not_a_store(endpoint: Endpoint, hosts_it: bool, text: str) -> str:
     """The message for what torch says of a port that cannot be used."""
     short = " ".join(text.split())[:200]
     if hosts_it:
         return (
-            f"Rank 0 on {socket.gethostname()} cannot listen on port {place.port} (MASTER_PORT): {short}. Another "
-            f"program uses it, such as an earlier run that has not ended (`ss -ltnp 'sport = :{place.port}'` lists "
+            f"Rank 0 on {socket.gethostname()} cannot listen on port {endpoint.port} (MASTER_PORT): {short}. Another "
+            f"program uses it, such as an earlier run that has not ended (`ss -ltnp 'sport = :{endpoint.port}'` lists "
             "it). End that program, or give all machines another port."
         )
     return (
-        f"{_capital(place.seen_from)} reaches a program at {place} that is not the store of this run: {short}. Check "
-        f"that {place.address} is the machine of rank 0, and on that machine which program uses the port "
-        f"(`ss -ltnp 'sport = :{place.port}'`)."
+        f"{_capitalize(endpoint.rank_label)} reaches a program at {endpoint} that is not the store of this run: "
+        f"{short}. Check that {endpoint.address} is the machine of rank 0, and on that machine which program uses the "
+        f"port (`ss -ltnp 'sport = :{endpoint.port}'`)."
     )
 
 
-def begin(
-    store: Store,
-    place: Place,
+def start_attempt(
+    store: RankStore,
+    endpoint: Endpoint,
     *,
     failed: Callable[[str, str], None],
     give_up: Callable[[str, str], None],
@@ -207,67 +203,68 @@ def begin(
     """Rank 0: name this attempt, and answer the other ranks from a thread. Returns the name.
 
     Args:
-        failed: called with the name and what `announce_early` was given, if a rank does not get as far as to ask.
-        give_up: called with the name and a message if ranks have not come in time.
+        failed: called with the name and what `announce_early` was given, if a rank fails before it joins.
+        give_up: called with the name and a message if ranks have not joined in time.
     """
     attempt = uuid.uuid4().hex
     store.set(_ATTEMPT, attempt)
-    if not is_own(place.address):
-        warn(_not_own(place))
+    if not is_local_address(endpoint.address):
+        warn(_foreign_address(endpoint))
 
     def answer() -> None:
         with contextlib.suppress(Exception):  # the store has ended: its own watch notices
-            missing = _answer(store, attempt, place, failed, warn)
+            missing = _answer_ranks(store, attempt, endpoint, failed, warn)
             if missing:
-                give_up(attempt, _missing(place, missing))
+                give_up(attempt, _missing_ranks(endpoint, missing))
 
     threading.Thread(target=answer, daemon=True).start()
     return attempt
 
 
-def _answer(
-    store: Store,
+def _answer_ranks(
+    store: RankStore,
     attempt: str,
-    place: Place,
+    endpoint: Endpoint,
     failed: Callable[[str, str], None],
     warn: Callable[[str], None],
 ) -> set[int]:
-    """Answer the other ranks. Returns those that have not come in time."""
-    waiting, began, warned = set(range(1, place.world_size)), time.monotonic(), False
+    """Answer the other ranks. Returns those that have not joined in time."""
+    waiting, began, warned = set(range(1, endpoint.world_size)), time.monotonic(), False
     while waiting:
         if store.check([_EARLY]):
             failed(attempt, store.get(_EARLY).decode())
             store.delete_key(_EARLY)  # no later attempt finds it
         for rank in sorted(waiting):
-            if store.check([_hello(attempt, rank)]):
-                store.set(_ack(attempt, rank, store.get(_hello(attempt, rank)).decode()), "")
+            if store.check([_hello_key(attempt, rank)]):
+                store.set(_ack_key(attempt, rank, store.get(_hello_key(attempt, rank)).decode()), "")
                 waiting.discard(rank)
         waited = time.monotonic() - began
-        if waited > place.seconds:
+        if waited > endpoint.seconds:
             return waiting
         if waiting and waited > WARN_SECONDS and not warned:
             warned = True
-            came = _came(place.world_size - len(waiting), place)
-            warn(f"{place.seen_from} waits for {_listed(waiting)} at {place}, up to {place.limit}: {came}")
+            arrived = _arrived(endpoint.world_size - len(waiting), endpoint)
+            waits = f"{endpoint.rank_label} waits for {_name_ranks(waiting)} at {endpoint}"
+            warn(f"{waits}, up to {endpoint.limit_text}: {arrived}")
         threading.Event().wait(POLL_SECONDS)
     return waiting
 
 
-def _missing(place: Place, missing: set[int]) -> str:
-    came = _came(place.world_size - len(missing), place)
-    elsewhere = "" if is_own(place.address) else f" {_not_own(place)}"
+def _missing_ranks(endpoint: Endpoint, missing: set[int]) -> str:
+    arrived = _arrived(endpoint.world_size - len(missing), endpoint)
+    elsewhere = "" if is_local_address(endpoint.address) else f" {_foreign_address(endpoint)}"
     return (
-        f"{_capital(_listed(missing))} {'have' if len(missing) > 1 else 'has'} not come to {place} within "
-        f"{place.limit} of {place.seen_from}: {came}.{elsewhere} Look at the output of the "
-        f"other machines. {_what_to_check(place)}"
+        f"{_capitalize(_name_ranks(missing))} did not reach {endpoint} within {endpoint.limit_text}; "
+        f"{endpoint.rank_label} waited: {arrived}.{elsewhere} Look at the output of the other machines. "
+        f"{_advice(endpoint)}"
     )
 
 
-def _came(count: int, place: Place) -> str:
-    return f"{count} of {place.world_size} ranks {'has' if count == 1 else 'have'} come"
+def _arrived(count: int, endpoint: Endpoint) -> str:
+    return f"{count} of {endpoint.world_size} ranks {'has' if count == 1 else 'have'} arrived"
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _name_ranks(ranks: Iterable[int]) -> str:
     """Such as "rank 1", "ranks 8-15" or "ranks 1, 3"."""
     found = sorted(ranks)
     if len(found) == 1:
@@ -276,11 +273,13 @@ def _listed(ranks: Iterable[int]) -> str:
     return "ranks " + (f"{found[0]}-{found[-1]}" if whole else ", ".join(map(str, found)))
 
 
-def _capital(text: str) -> str:
+def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def join(store: Store, place: Place, failed: Callable[[str, str], None], warn: Callable[[str], None]) -> str:
+def join_attempt(
+    store: RankStore, endpoint: Endpoint, failed: Callable[[str, str], None], warn: Callable[[str], None]
+) -> str:
     """Another rank: wait for rank 0's answer. Returns the name of the attempt.
 
     Args:
@@ -288,46 +287,46 @@ def join(store: Store, place: Place, failed: Callable[[str, str], None], warn: C
             answer as soon as it should. It ends this process if a failure has been announced.
 
     Raises:
-        UserError: rank 0 has not come for so long.
+        UserError: rank 0 has not joined in `endpoint.seconds`.
     """
-    rank, me, began, warned = place.rank, uuid.uuid4().hex, time.monotonic(), False
-    # What is there when a rank comes for the first time is of this attempt; later, it may be of an earlier one.
-    patience = RESTART_SECONDS if store.add(_present(rank), 1) > 1 else ANSWER_SECONDS
+    rank, me, began, warned = endpoint.rank, uuid.uuid4().hex, time.monotonic(), False
+    # What is in the store when a rank joins for the first time is of this attempt; later, it may be of an earlier one.
+    patience = RESTART_SECONDS if store.add(_present_key(rank), 1) > 1 else ANSWER_SECONDS
     attempt, since = "", time.monotonic()
     while True:
         current = store.get(_ATTEMPT).decode() if store.check([_ATTEMPT]) else ""
         if current != attempt:
             attempt, since = current, time.monotonic()
-            store.set(_hello(attempt, rank), me)
-        if attempt and store.check([_ack(attempt, rank, me)]):
+            store.set(_hello_key(attempt, rank), me)
+        if attempt and store.check([_ack_key(attempt, rank, me)]):
             return attempt
         if time.monotonic() - since > patience:
             failed(attempt, store.get(_EARLY).decode() if store.check([_EARLY]) else "")
         waited = time.monotonic() - began
-        if waited > place.seconds:
-            came = _came(sum(store.check([_present(one)]) for one in range(1, place.world_size)), place)
+        if waited > endpoint.seconds:
+            arrived = _arrived(sum(store.check([_present_key(one)]) for one in range(1, endpoint.world_size)), endpoint)
             raise UserError(
-                f"Rank 0 has not come to {place} within {place.limit} of {place.seen_from}: "
-                f"{came}. Look at the output of the machine of rank 0. {_what_to_check(place)}"
+                f"Rank 0 did not reach {endpoint} within {endpoint.limit_text}; {endpoint.rank_label} waited: "
+                f"{arrived}. Look at the output of the machine of rank 0. {_advice(endpoint)}"
             )
         if waited > WARN_SECONDS and not warned:
             warned = True
-            warn(f"{place.seen_from} waits for rank 0 to come to {place}, up to {place.limit}")
+            warn(f"{endpoint.rank_label} waits for rank 0 to reach {endpoint}, up to {endpoint.limit_text}")
         threading.Event().wait(POLL_SECONDS)
 
 
-def _present(rank: int) -> str:
+def _present_key(rank: int) -> str:
     return f"finetune/came/{rank}"
 
 
-def _hello(attempt: str, rank: int) -> str:
+def _hello_key(attempt: str, rank: int) -> str:
     return f"finetune/{attempt}/hello/{rank}"
 
 
-def _ack(attempt: str, rank: int, process: str) -> str:
+def _ack_key(attempt: str, rank: int, process: str) -> str:
     return f"finetune/{attempt}/ack/{rank}/{process}"
 
 
-def announce_early(store: Store, failure: str) -> None:
-    """Leave word of a rank that fails before it has met the others."""
+def announce_early(store: RankStore, failure: str) -> None:
+    """Announce a rank that fails before it has joined the others."""
     store.set(_EARLY, failure)

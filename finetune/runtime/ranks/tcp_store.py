@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
-from finetune.runtime.ranks import distributed, hang, rendezvous
+from finetune.runtime.ranks import distributed, rendezvous
+from finetune.runtime.types import RankStore
 
-_join_limit: dict[str, Any] = {}  # `seconds` and `setting` of rendezvous.Place, once they are known
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-
-def limit_waiting(seconds: int, setting: str) -> None:
-    """How long ranks wait there for each other, and the name of that setting."""
-    _join_limit.update(seconds=seconds, setting=setting)
-
-
-@functools.cache
-def store() -> Any:
-    """This process's client of the store."""
-    return open_store()
+START_SECONDS = 1800  # for each machine to prepare its data before the ranks connect
 
 
-def open_store() -> Any:
-    """Another client of the store, which torch's launcher hosts, or else rank 0. It has its own connection, because
-    a call that waits holds up all others of a connection.
+@dataclass(frozen=True, kw_only=True)
+class JoinLimit:
+    """How long ranks wait for each other in the store, and the name of that setting, if the user can set it."""
+
+    seconds: float = 600.0  # as torch's launchers wait for each other
+    setting: str | None = None
+
+
+def open_store(limit: JoinLimit) -> Store:
+    """A client of the store, which torch's launcher hosts, or else rank 0 as long as it keeps one of its clients. Each
+    has its own connection, because a call that waits holds up all others of a connection.
 
     Raises:
-        UserError: it cannot be reached in time.
+        UserError: the store cannot be reached in time.
     """
     hosts_it = distributed.ranks().is_main and not launcher_hosts_it()
-    timeout = timedelta(seconds=hang.START_SECONDS)
-    return rendezvous.open_store(place(), hosts_it=hosts_it, timeout=timeout, warn=warn)
+    timeout = timedelta(seconds=START_SECONDS)
+    return rendezvous.open_store(endpoint(limit), hosts_it=hosts_it, timeout=timeout, warn=warn)
 
 
-def place() -> rendezvous.Place:
-    """Where the launcher has the ranks meet.
+def endpoint(limit: JoinLimit) -> rendezvous.Endpoint:
+    """The address of the store, from the launcher.
 
     Raises:
         UserError: it has not set MASTER_ADDR and MASTER_PORT.
@@ -49,13 +50,14 @@ def place() -> rendezvous.Place:
             f"The launcher's variables are incomplete: MASTER_ADDR={address!r}, MASTER_PORT={port!r}. Set them to the "
             "address of the machine of rank 0 and a free port of it (1-65535), the same for all ranks."
         )
-    return rendezvous.Place(
+    return rendezvous.Endpoint(
         address=address,
         port=int(port),
         rank=me.rank,
         world_size=me.world_size,
-        rank_0_here=me.are_here(0),
-        **_join_limit,
+        rank_0_here=me.is_local(0),
+        seconds=limit.seconds,
+        setting=limit.setting,
     )
 
 
@@ -64,8 +66,8 @@ def launcher_hosts_it() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def of_attempt(attempt: str, store: Any) -> Any:
-    """A store, as the ranks of one attempt see it."""
+def store_for_attempt(attempt: str, store: Store) -> RankStore:
+    """A store as the ranks of one attempt see it."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(f"finetune/{attempt}", store)

@@ -197,14 +197,14 @@ def test_kernels_of_communication_that_nothing_hides() -> None:
             name="nccl:all_reduce", device_type=DeviceType.CUDA, time_range=whole, is_user_annotation=True
         ),
     ]
-    found = communication.split_of_kernels([*events, *noise], steps=2)
+    found = communication.kernel_communication([*events, *noise], steps=2)
     assert found == pytest.approx(
         {
             "communication_seconds": len(busy["nccl"]) / 2e6,
             "exposed_seconds": len(busy["nccl"] - busy["gemm"]) / 2e6,
         }
     )
-    assert communication.split_of_kernels(noise, steps=2) is None
+    assert communication.kernel_communication(noise, steps=2) is None
 
 
 class FakeTrainer:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from finetune.data import packs as packs_module
 from finetune.data.layout import Layout, batch_mix
-from finetune.data.packs import Packs, pack, padding_segments, random_order, unpacked
+from finetune.data.packs import Packs, one_per_row, pack, padding_segments, random_order
 from finetune.data.plan import Plan
 from tests.helpers import launch
 
@@ -172,7 +172,7 @@ def test_costs_count_attention_per_document_and_padding():
     assert packs.costs(hidden_size=4).tolist() == pytest.approx([10 + (36 + 9 + 1) / 48])
     padded = pack(np.array([6]), 1000, "key")  # segments of 255, 256, 256 and 227
     assert padded.costs(hidden_size=4).tolist() == pytest.approx([1000 + (36 + 255**2 + 2 * 256**2 + 227**2) / 48])
-    assert unpacked(np.array([6, 3])).costs(hidden_size=4).tolist() == pytest.approx([6 + 36 / 48, 3 + 9 / 48])
+    assert one_per_row(np.array([6, 3])).costs(hidden_size=4).tolist() == pytest.approx([6 + 36 / 48, 3 + 9 / 48])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 255, 256, 511, 512, 1024, 16384])
@@ -214,7 +214,7 @@ def test_of_full_packs_the_one_with_the_longest_documents_comes_first():
 
 
 def test_unpacked_keeps_each_document_as_a_row_in_order():
-    rows = unpacked(np.array([4, 9, 2]))
+    rows = one_per_row(np.array([4, 9, 2]))
     assert as_lists(rows) == [[0], [1], [2]]
     assert rows.tokens.tolist() == [4, 9, 2]
     assert rows.squares.tolist() == [16, 81, 4]
@@ -231,7 +231,7 @@ def test_rows_are_indexed_like_a_sequence():
 
 
 def test_no_documents_make_no_rows():
-    for rows in (pack(np.array([], dtype=np.int64), 8, "key"), unpacked(np.array([]))):
+    for rows in (pack(np.array([], dtype=np.int64), 8, "key"), one_per_row(np.array([]))):
         assert (
             len(rows) == 0 and rows.tokens.tolist() == [] and rows.totals(np.array([], dtype=np.int64)).tolist() == []
         )
@@ -312,7 +312,7 @@ def test_the_mix_of_packs_is_that_of_a_random_order_and_sorted_packs_are_not():
 
 def test_the_mix_of_padded_rows_shows_grouped_steps():
     lengths = lognormal(4000)
-    rows = unpacked(lengths)
+    rows = one_per_row(lengths)
     mix = mix_of(rows, lengths, 32)
     assert mix["documents_per_step"] == 32
     expected = lengths.std() / 32**0.5
@@ -320,4 +320,4 @@ def test_the_mix_of_padded_rows_shows_grouped_steps():
     assert mix["sd_random_order"] == pytest.approx(expected, rel=0.15)
     grouped = mix_of(rows, lengths, 32, group_by_length=True)
     assert grouped["sd_of_step_mean_length"] > 3 * grouped["sd_random_order"]
-    assert mix_of(unpacked(lengths[:60]), lengths[:60], 32) is None  # one full step
+    assert mix_of(one_per_row(lengths[:60]), lengths[:60], 32) is None  # one full step

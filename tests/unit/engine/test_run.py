@@ -34,7 +34,7 @@ def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def run(arguments: list[str], hooks: Hooks = NO_HOOKS) -> int:
-    return command.guarded(lambda: train.run(load(arguments), hooks=hooks))
+    return command.run_guarded(lambda: train.run(load(arguments), hooks=hooks))
 
 
 def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> None:

@@ -215,8 +215,93 @@ def test_no_private_name_is_imported_from_another_module() -> None:
     assert not private, private
 
 
-def test_few_files_stand_directly_in_the_package() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 14
+# Folders of inputs, not of modules: a file per case.
+INPUTS = (ROOT / "tests" / "notebooks", ROOT / "tests" / "cases")
+
+
+@pytest.mark.parametrize("top", ["finetune", "tests"])
+def test_a_folder_shows_what_fits_on_a_screen(top: str) -> None:
+    """14 modules in the package itself, 18 in any other folder; `__init__.py` does not count."""
+    crowded = []
+    for folder in (ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())):
+        count = len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
+        if count > (14 if folder == PACKAGE else 18) and not any(folder.is_relative_to(one) for one in INPUTS):
+            crowded.append(f"{folder.relative_to(ROOT)}: {count} modules")
+    assert not crowded, crowded
+
+
+# Rooms that import each other in a circle, with the reason.
+CIRCLES = {
+    frozenset({"finetune.convert.analysis", "finetune.convert.notebook", "finetune.convert.script"}): (
+        "names and classes of cells are read by all three; to be taken apart"
+    ),
+}
+
+
+def test_rooms_of_a_folder_do_not_import_each_other() -> None:
+    """A room is a file or a folder. What two rooms need of each other belongs in one of them, or in a third."""
+    folders = {name.rpartition(".")[0] for name in MODULES} - {""}
+    found = {frozenset(circle) for folder in sorted(folders) for circle in cycles(rooms(GRAPH, folder))}
+    assert found <= CIRCLES.keys(), [sorted(one) for one in found - CIRCLES.keys()]
+
+
+def rooms(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """The graph of a folder's rooms, by dotted name."""
+
+    def room(module: str) -> str:
+        return f"{folder}.{module.removeprefix(folder + '.').split('.')[0]}"
+
+    inside = {name for name in graph if name.startswith(f"{folder}.")}
+    found: dict[str, set[str]] = {room(name): set() for name in inside}
+    for name in inside:
+        found[room(name)] |= {room(one) for one in graph[name] & inside} - {room(name)}
+    return found
+
+
+def test_the_search_finds_rooms_that_import_each_other() -> None:
+    graph = {"p.a.x": {"p.b"}, "p.b": {"p.c.y"}, "p.c.y": {"p.a.z"}, "p.a.z": set(), "p.d": {"p.a.x"}}
+    assert not cycles(graph)
+    assert cycles(rooms(graph, "p")) == [{"p.a", "p.b", "p.c"}]
+    assert rooms(graph, "p.a") == {"p.a.x": set(), "p.a.z": set()}
+
+
+# Tests that have the name of no module, with the reason.
+OF_NO_MODULE = {
+    "a reference, or a corpus, that several modules are held against": [
+        "data/test_rows_as_trl.py",
+        "data/templates/test_masks_as_trl.py",
+        "test_redact_as_a_scanner.py",
+    ],
+    "one feature, through all modules that take part in it": [
+        "convert/script/test_code.py",
+        "convert/test_objects.py",
+        "convert/witness/test_attacks.py",
+        "data/templates/test_trained_messages.py",
+        "data/test_tokenized_rows.py",
+        "engine/model/test_untrusted_models.py",
+        "engine/monitoring/test_progress.py",
+        "engine/test_gradient_accumulation.py",
+        "test_bad_input.py",
+        "test_user_errors.py",
+    ],
+    "two patches of one function": ["patches/test_unsloth_fused_loss.py"],
+}
+
+
+def test_a_test_has_the_name_of_its_module() -> None:
+    """tests/unit mirrors the package: a module's tests are found by its name."""
+    unit = ROOT / "tests" / "unit"
+    listed = {name for names in OF_NO_MODULE.values() for name in names}
+    nameless = []
+    for path in sorted(unit.rglob("test_*.py")):
+        inner = path.relative_to(unit)
+        top = inner.parts[0] if inner.parts[0] in ("patches", "benchmarks") else "finetune"
+        folder = ROOT / inner.parent if top != "finetune" else PACKAGE / inner.parent
+        name = path.stem.removeprefix("test_")
+        known = (folder / f"{name}.py").is_file() or (folder / name).is_dir() or name == folder.name
+        if inner.parts[0] != "project" and not known and str(inner) not in listed:
+            nameless.append(str(inner))
+    assert not nameless, f"name them after a module, or add them to OF_NO_MODULE with the reason: {nameless}"
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)

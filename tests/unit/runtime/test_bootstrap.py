@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,19 +16,8 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.runtime import bootstrap
-from finetune.runtime.ranks import distributed, process_group
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch):
-    before = dict(os.environ)  # what bootstrap sets stays here
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    distributed.ranks.cache_clear()
-    yield
-    distributed.ranks.cache_clear()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
@@ -36,7 +27,7 @@ def test_one_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, given: str | 
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    bootstrap._set_environment()
+    bootstrap.set_environment()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
@@ -67,22 +58,9 @@ def test_the_users_compiler_settings_survive_the_import_of_unsloth(
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/inductor")
     monkeypatch.delenv("TORCH_LOGS", raising=False)
-    assert bootstrap._import_unsloth() is None
+    assert bootstrap.import_unsloth() is None
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/inductor" and "TORCH_LOGS" not in os.environ
     sys.modules.pop("unsloth")
-
-
-def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unsloth can switch accelerate's distributed set-up off: each rank then trains alone, without an error."""
-    import accelerate
-
-    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    distributed.ranks.cache_clear()
-    monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
-    with pytest.raises(UserError, match="started 2 processes, but the process group has 1"):
-        process_group.start(cpu=True, timeout_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +89,7 @@ def test_the_allocator_is_configured_before_cuda_starts(
 def test_an_older_name_of_the_variable_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    bootstrap._set_environment()
+    bootstrap.set_environment()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
@@ -127,7 +105,7 @@ def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> 
     """Two lines per rank about other devices."""
     log = logging.getLogger("torchao")
     before = log.level
-    with bootstrap.imports():
+    with bootstrap.library_imports():
         assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
     assert log.level == before
 
@@ -159,3 +137,25 @@ def test_the_known_noise_of_libraries_is_left_out_and_nothing_else(monkeypatch: 
     warnings.warn("`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead.", FutureWarning, stacklevel=1)
     with pytest.raises(FutureWarning):  # as all warnings are errors here
         warnings.warn("another one", FutureWarning, stacklevel=1)
+
+
+def test_collections_leave_out_what_was_imported() -> None:
+    gc.unfreeze()
+    with bootstrap.library_imports():
+        assert not gc.isenabled()
+        with bootstrap.library_imports():
+            pass
+        assert not gc.isenabled()
+        kept: list[object] = []
+        kept.append(kept)
+    assert gc.isenabled() and gc.get_freeze_count() > 1000
+    assert not any(one is kept for one in gc.get_objects())
+
+
+def test_packages_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: calls.append(1) or {"a": ["b"]})
+    bootstrap.scan_packages_once()
+    bootstrap.scan_packages_once()
+    assert metadata.packages_distributions() == metadata.packages_distributions() == {"a": ["b"]}
+    assert calls == [1]

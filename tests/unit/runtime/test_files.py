@@ -95,10 +95,10 @@ def test_what_a_folder_holds_beside_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
-    assert files.special_in(tmp_path) is None
+    assert files.special_entry(tmp_path) is None
     (tmp_path / "zero").symlink_to("/dev/zero")
-    assert files.special_in(tmp_path) == "zero is a device"
-    assert files.special_in(tmp_path / "none") is None
+    assert files.special_entry(tmp_path) == "zero is a device"
+    assert files.special_entry(tmp_path / "none") is None
 
 
 def test_a_place_that_cannot_be_written_is_known_before_the_work(

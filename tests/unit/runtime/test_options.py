@@ -14,7 +14,7 @@ from finetune.config import help_text
 from finetune.config.schema import SECTIONS
 from finetune.convert import command as convert
 from finetune.errors import UserError
-from finetune.runtime.options import Options, count, counts, help_asked, without_json
+from finetune.runtime.options import Options, count, counts, requested_help, without_json
 
 OWN = {"advise": advise.own_options(), "convert": convert.own_options()} | {
     f"bench {what}": bench.own_options(what) for what in bench.WHAT
@@ -86,8 +86,8 @@ def test_help_has_the_purpose_and_own_options_first(options: Options) -> None:
 
 
 def test_every_command_with_a_configuration_explains_its_sections(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_asked(["--steps", "3"], "general") is None
-    assert help_asked(["-h"], "general") == help_asked(["--help", "--steps"], "general") == "general"
+    assert requested_help(["--steps", "3"], "general") is None
+    assert requested_help(["-h"], "general") == requested_help(["--help", "--steps"], "general") == "general"
     for section in SECTIONS:
         assert cli.main(["prepare", "--help", section]) == 0
         assert capsys.readouterr().out.startswith(f"{section}: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -23,7 +24,7 @@ HOLDER = """
 import os, sys
 from pathlib import Path
 from finetune.runtime import runlock
-with runlock.held(Path(sys.argv[1])):
+with runlock.lock(Path(sys.argv[1]), print):
     print("held", flush=True)
     if sys.stdin.readline() and os.fork() == 0:
         print("forked", flush=True)
@@ -59,14 +60,14 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
     (tmp_path / "link").symlink_to(out)
     for path in (out, tmp_path / "link", tmp_path / "not" / ".." / "out"):
         with pytest.raises(UserError, match=rf"process {holder.pid} on .*, running since .*kill {holder.pid}"):
-            with runlock.held(path):
+            with runlock.lock(path, print):
                 raise AssertionError("two runs in one folder")
     checkpoints.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
     checkpoints.clear(out)  # overwrite_output_dir
     assert (out / runlock.FILE_NAME).exists()
     holder.kill()
     holder.wait()
-    with runlock.held(out):
+    with runlock.lock(out, print):
         assert (out / runlock.FILE_NAME).exists()
     said = capsys.readouterr().out
     assert f"process {holder.pid}" in said and "takes over the folder" in said
@@ -75,12 +76,12 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
 
 def test_the_end_of_a_run_removes_the_lock_and_a_folder_that_it_left_empty(tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b"
-    with runlock.held(deep):
+    with runlock.lock(deep, print):
         assert (deep / runlock.FILE_NAME).exists()
-        with pytest.raises(UserError, match=rf"process {os.getpid()} on"), runlock.held(deep):
+        with pytest.raises(UserError, match=rf"process {os.getpid()} on"), runlock.lock(deep, print):
             raise AssertionError("twice in one process")
     assert not (tmp_path / "a").exists()
-    with pytest.raises(ValueError, match="failed"), runlock.held(deep):
+    with pytest.raises(ValueError, match="failed"), runlock.lock(deep, print):
         (deep / "run.json").write_text("{}")
         raise ValueError("failed")
     assert [path.name for path in deep.iterdir()] == ["run.json"]
@@ -95,7 +96,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path, holder: subproces
     assert holder.stdout.readline() == "forked\n"
     holder.kill()
     holder.wait()
-    with runlock.held(tmp_path / "out"):
+    with runlock.lock(tmp_path / "out", print):
         pass
     assert holder.stdin.write("") == 0  # the child lives until its input ends
 
@@ -103,18 +104,18 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path, holder: subproces
 def test_a_lock_file_that_its_owner_removes_meanwhile_is_not_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, lock = tmp_path / runlock.FILE_NAME, runlock._lock
+    path, lock = tmp_path / runlock.FILE_NAME, fcntl.lockf
     path.write_text("")
     opened: list[int] = []
 
-    def removed_once(descriptor: int) -> bool | None:
+    def removed_once(descriptor: int, operation: int) -> None:
         if not opened:
             path.unlink()
         opened.append(descriptor)
-        return lock(descriptor)
+        lock(descriptor, operation)
 
-    monkeypatch.setattr(runlock, "_lock", removed_once)
-    with runlock.held(tmp_path):
+    monkeypatch.setattr(fcntl, "lockf", removed_once)
+    with runlock.lock(tmp_path, print):
         assert len(opened) == 2
         assert path.exists()
 
@@ -137,13 +138,13 @@ def test_without_locks_the_owner_decides(
     def no_locks(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(runlock.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
     (tmp_path / runlock.FILE_NAME).write_text(json.dumps(owner(**values)))
     if free:
-        with runlock.held(tmp_path):
+        with runlock.lock(tmp_path, print):
             assert json.loads((tmp_path / runlock.FILE_NAME).read_text()) == owner()
         return
-    with pytest.raises(UserError, match="in use by another run") as error, runlock.held(tmp_path):
+    with pytest.raises(UserError, match="in use by another run") as error, runlock.lock(tmp_path, print):
         raise AssertionError("two runs in one folder")
     assert ("delete" in str(error.value)) == ("host" in values)
 
@@ -165,7 +166,7 @@ def test_a_file_that_no_run_wrote_is_refused_and_kept(name: str, tmp_path: Path)
     path = tmp_path / runlock.FILE_NAME
     path.write_bytes(NO_LOCKS[name])
     with pytest.raises(UserError, match="is not the lock of a run: its content .*Remove it") as error:
-        with runlock.held(tmp_path):
+        with runlock.lock(tmp_path, print):
             raise AssertionError
     assert error.value.exit_code == 2 and str(path) in str(error.value)
     assert path.read_bytes() == NO_LOCKS[name]
@@ -189,7 +190,7 @@ def test_a_lock_that_names_another_file_leaves_it_alone(
     victim.write_text("")  # empty, as a lock just after its creation
     out.mkdir()
     make(out / runlock.FILE_NAME, victim)
-    with pytest.raises(UserError, match=f"is not the lock of a run: {why}"), runlock.held(out):
+    with pytest.raises(UserError, match=f"is not the lock of a run: {why}"), runlock.lock(out, print):
         raise AssertionError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "victim"] and victim.read_text() == ""
 
@@ -197,18 +198,18 @@ def test_a_lock_that_names_another_file_leaves_it_alone(
 def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """checkpoints.check_output is next, and knows what is wrong; any other reason is said."""
     (tmp_path / "file").write_text("")
-    with runlock.held(tmp_path / "file"), pytest.raises(UserError, match="which is a file"):
+    with runlock.lock(tmp_path / "file", print), pytest.raises(UserError, match="which is a file"):
         checkpoints.check_output(tmp_path / "file", resuming=False, overwrite=False)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(runlock, "_acquire", full)
-    with pytest.raises(UserError, match="cannot be written there: No space left"), runlock.held(tmp_path):
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="cannot be written there: No space left"), runlock.lock(tmp_path, print):
         raise AssertionError
 
 
 def test_other_ranks_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runlock.distributed, "ranks", lambda: type("Ranks", (), {"is_main": False}))
-    with runlock.held(tmp_path / "out"):
+    with runlock.lock(tmp_path / "out", print):
         assert not (tmp_path / "out").exists()

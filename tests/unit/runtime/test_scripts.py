@@ -115,7 +115,7 @@ def test_a_script_runs_up_to_its_training_and_nothing_after(write: Callable[...,
     source = """
 import sys
 try:
-    scripts.answered(sys.argv + [__name__, sys.path[0]])
+    scripts.answer_trainer(sys.argv + [__name__, sys.path[0]])
 except Exception:
     Path("caught").touch()
 finally:
@@ -127,12 +127,14 @@ Path("marker").touch()
     assert scripts.run([write(TRAINS + source), "-x", "1"], answers(3, seen)) == 3
     assert seen == [(["mine.py", "-x", "1", "__main__", str(tmp_path)],)]
     assert {one.name for one in tmp_path.iterdir()} == {"mine.py", "finally"}
-    assert (sys.argv, sys.path) == (argv, path) and scripts.command() is None
-    scripts.answered(None)  # no command has asked: it returns
+    assert (sys.argv, sys.path) == (argv, path) and scripts.running_script() is None
+    scripts.answer_trainer(None)  # no command has asked: it returns
 
 
 def test_a_script_that_catches_the_end_is_answered_once(write: Callable[..., str]) -> None:
-    source = "for _ in range(2):\n    try:\n        scripts.answered(1)\n    except BaseException:\n        pass\n"
+    source = (
+        "for _ in range(2):\n    try:\n        scripts.answer_trainer(1)\n    except BaseException:\n        pass\n"
+    )
     seen: list[Any] = []
     assert scripts.run([write(TRAINS + source)], answers(1, seen)) == 1
     assert len(seen) == 1

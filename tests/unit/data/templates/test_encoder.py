@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import io
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +13,12 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.config.schema import KEYS
 from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.templates import encoder as encoding
-from finetune.data.templates.encoder import TEMPLATES, Encoded, Encoder, load_template, preview
+from finetune.data.templates.encoder import Encoded, Encoder, preview
+from finetune.data.templates.token_ranges import byte_lengths
 from finetune.errors import UserError
-from tests.helpers import ROOT
 from tests.helpers.chat_templates import (
     CHAT_TEMPLATES,
     CHATML,
@@ -30,60 +26,9 @@ from tests.helpers.chat_templates import (
     GEMMA,
     MISTRAL,
     MISTRAL_V3,
-    PHI3,
-    QWEN3,
     build_tokenizer,
 )
-
-HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello, you!"}]
-
-
-@functools.cache
-def tokenizer_for(name: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    case = CHAT_TEMPLATES[name]
-    tokenizer = build_tokenizer(case.tokens, case.eos, case.bos)
-    if trim_offsets:  # like GPT-2: a token's offsets exclude its leading space
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[attr-defined]
-    return tokenizer
-
-
-@functools.cache
-def encoder_for(name: str, trim_offsets: bool = False, **options: Any) -> Encoder:
-    encoder = Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
-    assert encoder._byte_lengths is not None
-    if trim_offsets:
-        encoder._byte_lengths = None  # use offsets for all rows, not only for non-ASCII ones
-    return encoder
-
-
-def encode_one(encoder: Encoder, messages: list[dict], **fields: Any) -> Encoded:
-    (result,) = encoder.encode_batch([Conversation(messages=messages, **fields)])
-    assert not isinstance(result, RowError), result
-    (piece,) = result
-    return piece
-
-
-def fails_with(encoder: Encoder, row: Conversation | Text) -> RowError:
-    (result,) = encoder.encode_batch([row])
-    assert isinstance(result, RowError)
-    return result
-
-
-def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The decoded runs of supervised tokens; also checks that every label equals its token."""
-    runs: list[list[int]] = []
-    before = IGNORE_INDEX
-    for token, label in zip(encoded.input_ids.tolist(), encoded.labels.tolist(), strict=True):
-        assert label in (IGNORE_INDEX, token)
-        if label != IGNORE_INDEX:
-            if before == IGNORE_INDEX:
-                runs.append([])
-            runs[-1].append(label)
-        before = label
-    return [tokenizer.decode(run) for run in runs]
-
-
-# --- the property -----------------------------------------------------------------------------------------------------
+from tests.helpers.encoding import HELLO, LONG, encode_one, encoder_for, fails_with, supervised, tokenizer_for
 
 # Role names, markers of this and other templates, thinking, and whitespace at every edge.
 snippets = st.sampled_from(
@@ -116,9 +61,13 @@ snippets = st.sampled_from(
     ]
     + ["<think>\nhm\n</think>\n\n"]
 )
+
+
 content = st.lists(
     snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
 ).map("".join)
+
+
 content = content.filter(lambda text: text.strip() != "")
 
 
@@ -168,9 +117,6 @@ def test_labels_equal_the_mask_of_marked_templates(messages: list[dict[str, str]
         assert ((encoded.labels != IGNORE_INDEX) == expected).all()
     last = encode_one(Encoder(tokenizer, CHATML_MARKED, last_turn_only=True), messages)
     assert supervised(last, tokenizer) == CHATML.says(messages)[-1:]
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_thinking_that_qwen3s_template_keeps_is_supervised() -> None:
@@ -255,8 +201,6 @@ def test_everything_is_supervised_without_assistant_only_loss() -> None:
         encoder_for("chatml", assistant_only_loss=False, last_turn_only=True)
 
 
-# --- edges ------------------------------------------------------------------------------------------------------------
-
 PLAIN = (
     "{% for m in messages %}{{ 'USER: ' + m.content + '\n' if m.role == 'user' else 'BOT: ' + m.content + eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'BOT: ' }}{% endif %}"
@@ -264,12 +208,15 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("by_offsets", [False, True])
-def test_a_first_word_merged_with_the_prompts_space_is_supervised(by_offsets: bool) -> None:
+def test_a_first_word_merged_with_the_prompts_space_is_supervised(
+    by_offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: Hello BOT: Hello"] * 9)
     assert "ĠHello" in tokenizer.get_vocab()
+    assert byte_lengths(tokenizer) is not None
+    if by_offsets:
+        monkeypatch.setattr(encoding, "byte_lengths", lambda tokenizer: None)
     encoder = Encoder(tokenizer, PLAIN)
-    assert encoder._byte_lengths is not None
-    encoder._byte_lengths = None if by_offsets else encoder._byte_lengths
     encoded = encode_one(encoder, [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "Hello"}])
     assert supervised(encoded, tokenizer) == [" Hello</s>"]
 
@@ -311,7 +258,7 @@ def test_a_vocabulary_that_lacks_characters_does_not_shift_the_labels() -> None:
     backend.train_from_iterator(["user assistant Hi there Hello, you! \n\t 12 words'll do;\r"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CHATML.eos)
     encoder = Encoder(tokenizer, CHATML.template)
-    assert encoder._byte_lengths is not None
+    assert byte_lengths(tokenizer) is not None
     messages = [{"role": "user", "content": "QQQQQ there"}, HELLO[1]]  # has no Q
     assert supervised(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
 
@@ -342,11 +289,6 @@ def test_the_completion_and_eos_of_plain_text_are_supervised() -> None:
     assert piece.label_tokens == len(piece.input_ids) - 1
     with pytest.raises(UserError, match="no chat template"):
         Encoder(tokenizer, None).encode_batch([Conversation(messages=HELLO)])
-
-
-# --- length -----------------------------------------------------------------------------------------------------------
-
-LONG = [{"role": "user", "content": "How many? " * 3}, {"role": "assistant", "content": "seventy-two clips " * 9}]
 
 
 def test_over_length() -> None:
@@ -380,9 +322,6 @@ def test_split_predicts_every_label_once(limit: int) -> None:
         assert following.input_ids[0] == piece.input_ids[-1]
 
 
-# --- what cannot be used ----------------------------------------------------------------------------------------------
-
-
 def test_failing_rows_have_reasons_and_do_not_affect_the_others() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HELLO]
     good, failed, unsupervised, again = encoder_for("gemma").encode_batch(
@@ -411,128 +350,11 @@ def test_a_message_that_the_template_does_not_render_is_an_error() -> None:
     assert fails_with(encoder_for("phi3"), Conversation(messages=developer)).reason == "not_rendered"
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}",
-            "no generation prompt",
-        ),
-        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "exactly once"),
-        ("{{ raise_exception('never') }}", "never"),
-        (
-            "{% for m in messages %}{{ m.role + ': ' + m.content }}"
-            "{{ ' STOP' if loop.last and m.role == 'assistant' else '\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
-            "ends the last turn",
-        ),
-    ],
-)
-def test_ambiguous_templates_are_refused(template: str, why: str) -> None:
-    with pytest.raises(UserError, match=why) as caught:
-        encode_one(Encoder(tokenizer_for("chatml"), template), HELLO)
-    assert "assistant_only_loss" in str(caught.value) and template[:20] in str(caught.value).replace("\\n", "\n")
-    if "raise_exception" not in template:
-        assert encode_one(Encoder(tokenizer_for("chatml"), template, assistant_only_loss=False), HELLO).label_tokens
-
-
-def test_only_the_row_that_the_template_reorders_is_refused() -> None:
-    # With a "?" in the answer, question and answer swap positions: a text of the same length.
-    template = (
-        "{% set flip = '?' in messages[-1].content %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ messages[1 - loop.index0 if flip else loop.index0].content + '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    encoder = Encoder(tokenizer_for("chatml"), template)
-    assert supervised(encode_one(encoder, HELLO), tokenizer_for("chatml")) == CHATML.says(HELLO)
-    swapped = [HELLO[0], {"role": "assistant", "content": "Really?"}]
-    assert fails_with(encoder, Conversation(messages=swapped)).reason == "mask_ambiguous"
-
-
-@pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, renderings = encoder_for(name), []
-    row = Conversation(messages=[HELLO[0], HELLO[1] | {"content": " Hello, you!\t"}] * 2)
-    encoder.encode_batch([row])
-    render = Encoder._render
-    monkeypatch.setattr(Encoder, "_render", lambda self, *a, **k: renderings.append(a) or render(self, *a, **k))
-    encoder.encode_batch([row] * 5)
-    assert len(renderings) == 5
-
-
-def long_conversation(kind: str, count: int) -> Conversation:
-    """A conversation of `count` messages with names, tools, or thinking; or of one question and many tool calls."""
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    result = {"role": "tool", "content": "2"}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
-    while len(messages) < count - 2:
-        number = len(messages)
-        if kind == "calls":
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call] * (1 + number % 5 // 4)})
-            messages += [result] * len(messages[-1]["tool_calls"])
-            continue
-        thinking = "<think>\nHm.\n</think>\n\n" if kind == "thinking" and number % 3 else ""
-        messages.append({"role": "assistant", "content": f"{thinking}{' ' * (number % 2)}Hello {number}!"})
-        messages.append({"role": "user", "content": f"Hi {number % 7}"} | ({"name": "Ann"} if kind == "names" else {}))
-    messages.append({"role": "assistant", "content": "Hello, you!"})
-    tools = [{"type": "function", "function": {"name": "add"}}] if kind in ("tools", "calls") else None
-    return Conversation(messages=messages, tools=tools)
-
-
-KINDS = ("plain", "names", "tools", "thinking", "calls")
-WITH_CALLS = ("qwen3", "chatml_tools")
-
-
-@pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
-@pytest.mark.parametrize(
-    "name, kind",
-    [(n, k) for n in (*CHAT_TEMPLATES, "chatml_tools") for k in KINDS if k != "calls" or n in WITH_CALLS],
-)
-def test_windows_give_the_spans_of_the_whole(
-    name: str, kind: str, roles: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = long_conversation(kind, 150)
-    encoder = Encoder(
-        tokenizer_for("chatml" if name == "chatml_tools" else name),
-        TEMPLATES.get(name) or CHAT_TEMPLATES[name].template,
-        train_on_roles=roles,
-    )
-    (windowed,) = encoder.encode_batch([row])
-    monkeypatch.setattr(encoding, "_LONG", 10_000)
-    (exact,) = copy.copy(encoder).encode_batch([row])
-    assert not isinstance(windowed, RowError) and not isinstance(exact, RowError)
-    assert windowed[0].label_tokens and np.array_equal(windowed[0].labels, exact[0].labels)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WITH_CALLS)
-def test_a_long_conversation_takes_linear_time(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def messages_rendered(count: int) -> int:
-        encoder = Encoder(
-            tokenizer_for("qwen3"), CHAT_TEMPLATES["qwen3"].template if name == "qwen3" else TEMPLATES[name]
-        )
-        encoder.encode_batch([Conversation(messages=HELLO)])
-        rendered.clear()
-        encoder.encode_batch([long_conversation(kind, count)])
-        return sum(rendered)
-
-    rendered: list[int] = []
-    render = encoding.render
-
-    def counted(text: str, messages: list[dict[str, Any]], **more: Any) -> Any:
-        rendered.append(len(messages))
-        return render(text, messages, **more)
-
-    monkeypatch.setattr(encoding, "render", counted)
-    assert messages_rendered(800) < 2.5 * messages_rendered(400)
-
-
 def test_each_row_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for("qwen3"), []
-    tokenize = Encoder._tokenize
+    tokenize = Encoder.tokenize
     monkeypatch.setattr(
-        Encoder, "_tokenize", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
+        Encoder, "tokenize", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
     )
     rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
     encoder.encode_batch(rows)
@@ -551,84 +373,6 @@ def test_truncation_left_enabled_in_the_tokenizer_has_no_effect() -> None:
     encoder = Encoder(tokenizer, CHATML.template)
     tokenizer("a long text that is cut", truncation=True, max_length=3)
     assert supervised(encode_one(encoder, LONG), tokenizer) == CHATML.says(LONG)
-
-
-# --- templates by name ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_named_templates_render_as_published(name: str) -> None:
-    published = {"phi": "phi3", "chatml_tools": "chatml"}.get(name, name)
-    case, tokenizer = CHAT_TEMPLATES[published], tokenizer_for(published)
-    messages = [*HELLO, {"role": "user", "content": " and? "}, {"role": "assistant", "content": "more"}]
-    if case.system:
-        messages = [{"role": "system", "content": "Be brief."}, *messages]
-    ours, theirs = (
-        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        for template in (load_template(tokenizer, name), case.template)
-    )
-    # Ours differ: phi has no EOS after the last turn, mistral no space before [INST].
-    assert ours == theirs.removesuffix(PHI3.eos).replace(" [INST]", "[INST]")
-    assert supervised(encode_one(Encoder(tokenizer, TEMPLATES[name]), messages), tokenizer) == case.says(messages)
-
-
-def test_the_template_with_tools_is_qwens() -> None:
-    """Written down from Qwen2.5-Instruct's own template; only its system prompt for rows without one is left out."""
-    tool = {"type": "function", "function": {"name": "f", "description": "It's <b>", "parameters": {}}}
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Zürich & Rome"}}}]
-    result, end = {"role": "tool", "content": "10"}, "<|im_end|>\n"
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Warm?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": calls * 2},
-        result,
-        result,
-        {"role": "system", "content": "Answer."},
-        {"role": "assistant", "content": "Yes."},
-    ]
-    call = '\n<tool_call>\n{"name": "f", "arguments": {"city": "Zürich & Rome"}}\n</tool_call>'
-    answered = "\n<tool_response>\n10\n</tool_response>"
-    expected = (
-        "<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user query."
-        "\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        '{"type": "function", "function": {"name": "f", "description": "It\'s <b>", "parameters": {}}}\n</tools>\n\n'
-        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
-        'XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' + end
-    )
-    expected += f"<|im_start|>user\nWarm?{end}<|im_start|>assistant\nI look.{call}{call}{end}"
-    expected += f"<|im_start|>user{answered}{answered}{end}<|im_start|>system\nAnswer.{end}"
-    expected += f"<|im_start|>assistant\nYes.{end}"
-    tokenizer = tokenizer_for("chatml")
-    template = load_template(tokenizer, "chatml_tools")
-    assert tokenizer.apply_chat_template(messages, tools=[tool], chat_template=template, tokenize=False) == expected
-
-
-def test_the_help_of_the_setting_and_the_page_list_the_named_templates() -> None:
-    page = (ROOT / "docs" / "chat-templates.md").read_text(encoding="utf-8")
-    assert all(f"\n| `{name}` |" in page for name in TEMPLATES)
-    assert ", ".join(TEMPLATES).replace(", phi", " or phi") in KEYS["model.chat_template"].metadata["help"]
-
-
-def test_load_template(tmp_path: Any) -> None:
-    tokenizer = build_tokenizer(CHATML.tokens, CHATML.eos)
-    assert load_template(tokenizer) is None
-    tokenizer.chat_template = QWEN3.template
-    assert load_template(tokenizer) == QWEN3.template
-    assert load_template(tokenizer, "none") is None
-    file = tmp_path / "mine.jinja"
-    file.write_text(PHI3.template, encoding="utf-8")
-    assert load_template(tokenizer, str(file)) == PHI3.template
-    file.write_text("{% for m in messages %}", encoding="utf-8")
-    with pytest.raises(UserError, match="mine.jinja is invalid Jinja: line 1"):
-        load_template(tokenizer, str(file))
-    file.write_bytes(b"\xff\xfe{")
-    with pytest.raises(UserError, match="mine.jinja cannot be read"):
-        load_template(tokenizer, str(file))
-    with pytest.raises(UserError, match="'chatlm'.*chatml, chatml_tools, llama3"):
-        load_template(tokenizer, "chatlm")
-
-
-# --- the preview ------------------------------------------------------------------------------------------------------
 
 
 def test_preview() -> None:

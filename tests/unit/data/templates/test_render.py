@@ -14,7 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.formats import Conversation
 from finetune.data.templates import render as module
-from finetune.data.templates.encoder import TEMPLATES, Encoder, load_template
+from finetune.data.templates.chat_templates import TEMPLATES, load_template
+from finetune.data.templates.encoder import Encoder
 from finetune.data.templates.render import TemplateLimit, check_syntax, render
 from finetune.errors import UserError
 from tests.helpers.chat_templates import CHAT_TEMPLATES, build_tokenizer

@@ -18,7 +18,8 @@ from finetune.config import ConfigError, load, rules
 from finetune.data import IGNORE_INDEX, formats
 from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.prepare import prepare
-from finetune.data.templates.encoder import TEMPLATES, Encoded, Encoder
+from finetune.data.templates.chat_templates import TEMPLATES
+from finetune.data.templates.encoder import Encoded, Encoder
 from finetune.engine.monitoring import tensorboard_pages
 from finetune.errors import UserError
 from finetune.prepare import main as prepare_main

@@ -79,7 +79,7 @@ def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def run(arguments: list[str], code: int = 0) -> dict[str, Any]:
-    assert command.guarded(lambda: train.run(load(arguments))) == code
+    assert command.run_guarded(lambda: train.run(load(arguments))) == code
     folder = Path(arguments[arguments.index("--training.output_dir") + 1])
     return json.loads((folder / "run.json").read_text())
 

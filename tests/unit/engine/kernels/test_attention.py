@@ -205,7 +205,7 @@ def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls
     attend = flash.switch(lambda *given, **options: calls.append("torch"))
     causal: dict[str, Any] = {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
     attend(*"qkvbb", 9, 9, **causal)
-    flash.use(True)
+    flash.set_enabled(True)
     assert attend(*"qkvbb", 9, 9, **causal) == "output"
     attend(*"qkvbb", 9, 9, return_aux=None, **causal)
     attend(*"qkvbb", 9, 9, **causal | {"window_size": (127, 0)})
@@ -224,7 +224,7 @@ def test_short_documents_do_not_ask_for_kernels_of_their_own(calls: list[str], m
         return "output", None
 
     monkeypatch.setattr(flash, "kernel", lambda: kernel)
-    flash.use(True)
+    flash.set_enabled(True)
     for longest in (3, 118, 700):
         flash.switch(lambda *given, **options: None)(*"qkvbb", longest, longest, window_size=flash.CAUSAL)
     assert bounds == [512, 512, 512, 512, 700, 700]
@@ -320,13 +320,13 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     unsloths._flash_varlen = _flash_varlen  # type: ignore[attr-defined]
     for module in (types.ModuleType("flash_attn"), cute, interface, unsloths):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(flash, "offered", lambda: True)
+    monkeypatch.setattr(flash, "is_switch_installed", lambda: True)
     monkeypatch.setattr(flash, "kernel", lambda: None)
     return unsloths
 
 
 def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -> None:
-    flash_blocks.offer()
+    flash_blocks.install_switch()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def block(x: Any, bounds: Any, longest: int, window: int | None = None) -> Any:
@@ -337,10 +337,10 @@ def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -
         torch.manual_seed(0)
         bounds, longest = attention.boundaries(torch.tensor(lengths, dtype=torch.int32))
         x = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
-        flash.use(True)
-        assert not flash.called()
+        flash.set_enabled(True)
+        assert not flash.has_run()
         found = block(x, bounds, longest)
-        assert flash.called()
+        assert flash.has_run()
         query, key, value = (part.unflatten(-1, (-1, 8))[0] for part in x.split([32, 16, 16], -1))
         expected = 2 * of_each_document(
             query, key, value, bounds, bounds, longest, longest, scale=0.3, window_size=(-1, 0)
@@ -349,8 +349,8 @@ def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -
         given = torch.randn_like(found)
         torch.testing.assert_close(torch.autograd.grad(found, x, given), torch.autograd.grad(expected, x, given[0]))
         assert not block(x, bounds, longest, 4).any()  # with a window, Unsloth's own
-        flash.use(False)
-        assert not block(x, bounds, longest).any() and not flash.called()
+        flash.set_enabled(False)
+        assert not block(x, bounds, longest).any() and not flash.has_run()
 
 
 @pytest.mark.parametrize(("wanted", "offered"), [("auto", True), ("flash_4", True), ("torch", False)])
@@ -370,7 +370,7 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
     words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", wanted]
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth")
     with monkeypatch.context() as patched:  # as where flash-attn is not installed: it is not imported either
-        patched.setattr(flash, "offered", lambda: False)
+        patched.setattr(flash, "is_switch_installed", lambda: False)
         patched.delitem(sys.modules, flash_blocks.__name__)
         patched.delattr("finetune.runtime.machine.flash_blocks")
         prepare_for_packs(None, load(words, command="train"), stack)
@@ -386,17 +386,17 @@ def test_functions_that_it_does_not_know_are_left_alone(
     interface = sys.modules["flash_attn.cute.interface"]
     with monkeypatch.context() as patched:
         patched.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
-        flash_blocks.offer()
+        flash_blocks.install_switch()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "flash_attn.cute", None)  # a broken installation: its import fails
-        flash_blocks.offer()
+        flash_blocks.install_switch()
     assert blocks._flash_varlen is theirs
-    flash_blocks.offer()
+    flash_blocks.install_switch()
     switch = blocks._flash_varlen
-    flash_blocks.offer()  # as a second trainer does
+    flash_blocks.install_switch()  # as a second trainer does
     assert blocks._flash_varlen is switch is not theirs
     blocks._flash_varlen = other = lambda query, key, value, sink: None  # type: ignore[attr-defined]
-    flash_blocks.offer()
+    flash_blocks.install_switch()
     assert blocks._flash_varlen is other
 
 
@@ -415,12 +415,12 @@ def test_the_installed_unsloth_has_the_function_in_its_blocks() -> None:
 
 def test_the_record_names_a_kernel_that_was_called() -> None:
     chosen = attention.Choice(kernel=attention.FLASH_4, reason="faster", milliseconds={"a": 1.0}, difference=0.001)
-    flash.use(True)
+    flash.set_enabled(True)
     found = attention.computed(chosen)
     assert found.kernel == attention.OTHER and "never used it" in found.reason and found.milliseconds == {"a": 1.0}
-    flash.mark_called()
+    flash.mark_run()
     assert attention.computed(chosen) == chosen
-    flash.use(False)
+    flash.set_enabled(False)
     other = attention.Choice(kernel=attention.FLASH_2, reason="set by model.packed_attention")
     assert attention.computed(other) == other
 
@@ -432,14 +432,14 @@ def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFix
 
     job: Any = SimpleNamespace(attention=attention.Choice(kernel=attention.FLASH_4, reason="faster"))
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=7), resumed_step=7)
-    flash.use(True)
+    flash.set_enabled(True)
     assert session.attention_computed(job, trainer) == job.attention.to_dict()  # nothing was left to train
     trainer.resumed_step = 5
     assert session.attention_computed(job, trainer)["kernel"] == attention.OTHER
     assert "FlashAttention-4 was chosen, but this model's layers never used it" in capsys.readouterr().err
-    flash.mark_called()
+    flash.mark_run()
     assert session.attention_computed(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
-    flash.use(False)
+    flash.set_enabled(False)
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -455,8 +455,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -
             raise RuntimeError("no such layout")
         return [torch.ones(4), torch.ones(3) * (1 + error)], ms
 
-    monkeypatch.setattr(flash, "unusable", lambda: None)
-    monkeypatch.setattr(flash, "offered", lambda: True)
+    monkeypatch.setattr(flash, "why_unusable", lambda: None)
+    monkeypatch.setattr(flash, "is_switch_installed", lambda: True)
     monkeypatch.setattr(attention, "measured", measured)
 
 
@@ -481,7 +481,7 @@ def test_kernels_for_another_number_of_documents_are_compiled_before_the_run(mon
     assert counts[9:] == [3]
     attention.choose("flash_4", SHAPES, "cpu", (2, 257))  # not faster, and wanted
     assert counts[10:] == [3, 257]
-    flash.use(False)
+    flash.set_enabled(False)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_it_is_used_where_it_is_right_and_faster(
     found = attention.choose("auto", SHAPES, "cpu")
     assert (found.kernel, flash._used) == (kernel, kernel == attention.FLASH_4)
     assert said in found.reason
-    flash.use(False)
+    flash.set_enabled(False)
 
 
 def test_all_ranks_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +549,7 @@ def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, ms=2.0)
     assert attention.choose("torch", SHAPES, "cpu").kernel == attention.FLASH_2
     assert attention.choose("flash_4", SHAPES, "cpu").kernel == attention.FLASH_4  # slower, and wanted
-    monkeypatch.setattr(flash, "unusable", lambda: flash.NOT_INSTALLED)
+    monkeypatch.setattr(flash, "why_unusable", lambda: flash.NOT_INSTALLED)
     with pytest.raises(UserError, match="pip install 'finetune\\[flash\\]'"):
         attention.choose("flash_4", SHAPES, "cpu")
     assert "flash-attn-4 is not installed" in attention.choose("auto", SHAPES, "cpu").reason

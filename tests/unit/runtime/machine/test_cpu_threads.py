@@ -17,7 +17,7 @@ from tests.helpers import launch, tiny
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 2), (2, 2, 1), (2, 4, 1), (16, 3, 5)])
 def test_the_rule(cores: int, ranks: int, threads: int) -> None:
-    assert cpu_threads.by_rule(cores, ranks) == threads
+    assert cpu_threads.default_threads(cores, ranks) == threads
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_the_user_has_set_is_kept(
     monkeypatch.setattr(launcher, "is_library", lambda: library)
     monkeypatch.setattr(launcher, "environment", lambda: {} if before is None else {cpu_threads.VARIABLE: before})
     monkeypatch.setattr(distributed, "launcher_setting", lambda name: option)
-    assert cpu_threads.given() == given
+    assert cpu_threads.user_threads() == given
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("max 100000", 64), ("350000 100000", 3), ("50000 100000", 1), ("?", 64)])
@@ -61,18 +61,18 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_threads_that_spin_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is imported here already, as in a script that imports it first."""
     chosen: list[int] = []
-    monkeypatch.setattr(cpu_threads, "_spinning", False)
+    monkeypatch.setattr(cpu_threads, "spinning", False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(cpu_threads, "given", lambda: 3)
+    monkeypatch.setattr(cpu_threads, "user_threads", lambda: 3)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     cpu_threads.sleep_while_waiting()
-    cpu_threads.use("cpu")
+    cpu_threads.set_threads("cpu")
     assert chosen == [3]
     monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr(Path, "exists", lambda path: False)  # no GPU
     cpu_threads.sleep_while_waiting()
-    cpu_threads.use("cpu")
-    cpu_threads.use("cuda")
+    cpu_threads.set_threads("cpu")
+    cpu_threads.set_threads("cuda")
     assert chosen == [3]
 
 
@@ -80,7 +80,7 @@ def test_the_policy_is_set_before_a_command_runs(monkeypatch: pytest.MonkeyPatch
     """Whatever it imports: a dry run asks torch for GPUs before the backend starts."""
     asked: list[bool] = []
     monkeypatch.setattr(cpu_threads, "sleep_while_waiting", lambda: asked.append(True))
-    assert command.guarded(lambda: 0 if asked else 1) == 0
+    assert command.run_guarded(lambda: 0 if asked else 1) == 0
 
 
 @pytest.mark.process
@@ -97,7 +97,7 @@ def test_launchers_and_the_dry_run_use_the_same_number(tiny_model: Path, tmp_pat
         "    import os, torch\n"
         f"    open({str(report)!r}, 'w').write(f'{{torch.get_num_threads()}} {{os.environ[\"OMP_WAIT_POLICY\"]}}')\n"
         "    return 0\n"
-        "sys.exit(command.guarded(run))\n"
+        "sys.exit(command.run_guarded(run))\n"
     )
     env = launch.environment(tmp_path, CUDA_VISIBLE_DEVICES="")
     del env["OMP_NUM_THREADS"]
@@ -106,4 +106,4 @@ def test_launchers_and_the_dry_run_use_the_same_number(tiny_model: Path, tmp_pat
     done = subprocess.run(command_line, env=env, capture_output=True, text=True, timeout=launch.TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     policy = "PASSIVE" if not Path("/dev/nvidiactl").exists() else ""
-    assert report.read_text() == f"{cpu_threads.by_rule(cpu_threads.cores(), 1)} {policy}"
+    assert report.read_text() == f"{cpu_threads.default_threads(cpu_threads.cores(), 1)} {policy}"

@@ -17,7 +17,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how:
 
 
 def chosen(found: hardware.Hardware, **more: object) -> dict[str, str]:
-    settings = nccl.settings(found, **more)  # type: ignore[arg-type]
+    settings = nccl.recommend_settings(found, **more)  # type: ignore[arg-type]
     assert all(len(one.reason) > 40 for one in settings)
     return {one.name: one.value for one in settings}
 
@@ -28,29 +28,29 @@ def test_by_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(machine(monkeypatch, 4, "SYS", peers=False)) == {"NCCL_P2P_DISABLE": "1"}
     for link in ("PIX", "PXB", "SYS"):
         found = machine(monkeypatch, 4, link)
-        assert chosen(found) == {} and "by itself" in nccl.in_words(found, ())
+        assert chosen(found) == {} and "by itself" in nccl.explain_settings(found, ())
     found = machine(monkeypatch, 1, 18)
-    assert chosen(found) == {} and "one GPU" in nccl.in_words(found, ())
+    assert chosen(found) == {} and "one GPU" in nccl.explain_settings(found, ())
 
 
 def test_what_is_mixed_or_unknown_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = machine(monkeypatch, 3, "SYS", peers={(0, 1): True, (0, 2): False, (1, 2): False})
-    assert chosen(mixed) == {} and "some pairs" in nccl.in_words(mixed, ())
+    assert chosen(mixed) == {} and "some pairs" in nccl.explain_settings(mixed, ())
     assert chosen(machine(monkeypatch, 2, 18, nvml=False)) == {}  # the number of NVLinks is not known
     seen = hardware.probe()
-    assert chosen(seen) == {} and "not known" in nccl.in_words(seen, ())
+    assert chosen(seen) == {} and "not known" in nccl.explain_settings(seen, ())
 
 
 def test_without_a_gpu() -> None:
     found = hardware.survey()
-    assert chosen(found) == {} and "gloo" in nccl.in_words(found, ())
+    assert chosen(found) == {} and "gloo" in nccl.explain_settings(found, ())
 
 
 def test_several_nodes_need_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine(monkeypatch, 8, 18)
     assert chosen(found, nodes=2, interface="ib0") == {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "=ib0"}
     assert chosen(found, nodes=2)["NCCL_SOCKET_IFNAME"].startswith("^lo,docker")
-    assert "NCCL_SOCKET_IFNAME=^lo" in nccl.in_words(found, nccl.settings(found, nodes=2))
+    assert "NCCL_SOCKET_IFNAME=^lo" in nccl.explain_settings(found, nccl.recommend_settings(found, nodes=2))
 
 
 def test_each_value_of_the_study_is_judged_and_none_that_is_invalid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ from finetune.data import prepare
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context, initializer=prepare._start_worker) as pool:
+    with ProcessPoolExecutor(2, mp_context=context, initializer=prepare.start_worker) as pool:
         found = {pool.submit(os.getpid).result() for _ in range(2)}
         print("started", flush=True)
         time.sleep(600)

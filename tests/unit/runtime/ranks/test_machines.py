@@ -34,7 +34,7 @@ def pair():
     for number in (0, 1):
         links[number].follow(own[number], {1 - number: own[1 - number]}, "token")
     for one in links:
-        while not one._open:
+        while not one.connections:
             machines.threading.Event().wait(0.01)
     yield links, ends
     for one in links:
@@ -43,14 +43,14 @@ def pair():
 
 def test_the_end_of_a_process_is_reported(pair) -> None:
     (first, second), (at_first, _) = pair
-    second._open[0].shutdown(socket.SHUT_RDWR)  # as the kernel does, whatever ends the process
+    second.connections[0].shutdown(socket.SHUT_RDWR)  # as the kernel does, whatever ends the process
     assert at_first.get(timeout=TIMEOUT) == ("node-1", "")
 
 
 def test_an_orderly_end_is_not(pair) -> None:
     (first, second), (at_first, at_second) = pair
     second.close()
-    (connection,) = first._open
+    (connection,) = first.connections
     while _next_byte(connection) != b"":  # the goodbye has been read
         machines.threading.Event().wait(0.01)
     assert at_first.empty() and at_second.empty()
@@ -67,7 +67,7 @@ def _next_byte(connection: socket.socket) -> bytes | None:
 def test_the_kernel_asks_an_idle_machine(pair) -> None:
     """Both sides of a connection: LOST_SECONDS is what the documentation promises."""
     for one in pair[0]:
-        (connection,) = one._open
+        (connection,) = one.connections
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         values = [
             connection.getsockopt(socket.IPPROTO_TCP, option)
@@ -85,9 +85,9 @@ def test_a_stranger_is_turned_away() -> None:
         with socket.create_connection(("127.0.0.1", links.port)) as stranger:
             stranger.sendall(b"another 1")
             assert stranger.recv(1) == b""
-        assert not links._open
+        assert not links.connections
         other.follow(machine(1, other.port), {0: machine(0, links.port)}, "token")  # the real one still gets in
-        while not links._open:
+        while not links.connections:
             machines.threading.Event().wait(0.01)
         assert ends.empty()
     finally:
@@ -104,7 +104,7 @@ def test_the_port_is_no_way_in_for_one_that_says_nothing() -> None:
             socket.create_connection(("127.0.0.1", links.port)).close()
         with socket.create_connection(("127.0.0.1", links.port)) as real:
             real.sendall(b"token 1")
-            while not links._open:
+            while not links.connections:
                 machines.threading.Event().wait(0.01)
     finally:
         links.close()
@@ -125,9 +125,9 @@ def test_a_port_that_a_firewall_closes_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_said() -> None:
-    gone = machines.what_happened(machine(8, 1, count=8), "")
+    gone = machines.explain_loss(machine(8, 1, count=8), "")
     assert gone.startswith("node-8 (ranks 8-15) is gone") and "training.resume_from_checkpoint: true" in gone
-    silent = machines.what_happened(machine(1, 1), "No route to host")
+    silent = machines.explain_loss(machine(1, 1), "No route to host")
     assert silent.startswith("node-1 (rank 1) has not answered for 45 s") and "127.0.0.1" in silent
     one = machine(2, 7)
     assert Machine.from_json(one.to_json()) == one
@@ -141,7 +141,7 @@ def network(monkeypatch: pytest.MonkeyPatch, route: dict[str, str | None], **int
     up = {name: types.SimpleNamespace(isup=True) for name in interfaces}
     monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(machines.psutil, "net_if_stats", lambda: up)
-    monkeypatch.setattr(machines, "_own_address_towards", route.get)
+    monkeypatch.setattr(machines, "own_address_towards", route.get)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,6 @@ def test_the_only_interface_without_a_route(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_containers_of_one_host_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machines.identity()
+    here = machines.machine_id()
     monkeypatch.setattr(machines.os, "readlink", lambda path: "pid:[1]")
-    assert here.startswith(socket.gethostname()) and machines.identity() != here
+    assert here.startswith(socket.gethostname()) and machines.machine_id() != here

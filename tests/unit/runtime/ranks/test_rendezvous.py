@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import subprocess
@@ -23,13 +22,13 @@ from finetune.runtime.ranks import rendezvous
 SECONDS = 30
 
 
-def place(rank: int = 0, world_size: int = 2, seconds: float = SECONDS, **changed: Any) -> rendezvous.Place:
+def endpoint(rank: int = 0, world_size: int = 2, seconds: float = SECONDS, **changed: Any) -> rendezvous.Endpoint:
     given = {"address": "127.0.0.2", "port": 1, "rank_0_here": rank == 0, "setting": "training.join_timeout"} | changed
-    return rendezvous.Place(rank=rank, world_size=world_size, seconds=seconds, **given)
+    return rendezvous.Endpoint(rank=rank, world_size=world_size, seconds=seconds, **given)
 
 
 def begin(store: HashStore, world_size: int = 2, failed: Any = None, **changed: Any) -> str:
-    return rendezvous.begin(store, place(0, world_size, **changed), failed=failed or no, give_up=no, warn=no)
+    return rendezvous.start_attempt(store, endpoint(0, world_size, **changed), failed=failed or no, give_up=no, warn=no)
 
 
 @contextlib.contextmanager
@@ -47,7 +46,7 @@ def no(*given: str) -> None:
 def joined(store: HashStore, rank: int) -> tuple[threading.Thread, list[str]]:
     """A rank that waits in a thread, and the name that it gets."""
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(rendezvous.join(store, place(rank, 3), no, no)))
+    thread = threading.Thread(target=lambda: found.append(rendezvous.join_attempt(store, endpoint(rank, 3), no, no)))
     thread.start()
     return thread, found
 
@@ -101,7 +100,7 @@ def test_another_rank_learns_that_rank_0_has_failed_early() -> None:
         raise SystemExit(failure)
 
     with pytest.raises(SystemExit, match="no such file"):
-        rendezvous.join(store, place(1), failed, no)
+        rendezvous.join_attempt(store, endpoint(1), failed, no)
 
 
 def test_a_rank_0_that_does_not_come_is_named() -> None:
@@ -109,11 +108,11 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
     store = HashStore()
     store.add("finetune/came/1", 1)
     expected = (
-        rf"Rank 0 has not come to 127.0.0.2:1 within 0 s \(training.join_timeout\) of rank 2 on "
-        rf"{socket.gethostname()}: 2 of 4 ranks have come. .* the same port \(MASTER_ADDR"
+        rf"Rank 0 did not reach 127.0.0.2:1 within 0 s \(training.join_timeout\); rank 2 on "
+        rf"{socket.gethostname()} waited: 2 of 4 ranks have arrived. .* the same port \(MASTER_ADDR"
     )
     with pytest.raises(UserError, match=expected):
-        rendezvous.join(store, place(2, 4, seconds=0), no, no)
+        rendezvous.join_attempt(store, endpoint(2, 4, seconds=0), no, no)
 
 
 @pytest.fixture
@@ -127,22 +126,22 @@ def one_has_come(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 def test_ranks_that_do_not_come_are_named_to_rank_0(one_has_come: HashStore) -> None:
     heard: queue.Queue[tuple[str, str]] = queue.Queue()
-    limit = place(0, 4, seconds=0)
-    rendezvous.begin(one_has_come, limit, failed=no, give_up=lambda *given: heard.put(given), warn=no)
+    limit = endpoint(0, 4, seconds=0)
+    rendezvous.start_attempt(one_has_come, limit, failed=no, give_up=lambda *given: heard.put(given), warn=no)
     attempt, message = heard.get(timeout=SECONDS)
     assert attempt == "now" and message.startswith(
-        "Ranks 2-3 have not come to 127.0.0.2:1 within 0 s (training.join_timeout) of rank 0 on "
-        f"{socket.gethostname()}: 2 of 4 ranks have come. Look at the output of the other machines."
+        "Ranks 2-3 did not reach 127.0.0.2:1 within 0 s (training.join_timeout); rank 0 on "
+        f"{socket.gethostname()} waited: 2 of 4 ranks have arrived. Look at the output of the other machines."
     )
 
 
 def test_rank_0_warns_of_ranks_that_come_late(one_has_come: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "WARN_SECONDS", 0.0)
     heard: queue.Queue[str] = queue.Queue()
-    rendezvous.begin(one_has_come, place(0, 3), failed=no, give_up=no, warn=heard.put)
+    rendezvous.start_attempt(one_has_come, endpoint(0, 3), failed=no, give_up=no, warn=heard.put)
     assert heard.get(timeout=SECONDS) == (
         f"rank 0 on {socket.gethostname()} waits for rank 2 at 127.0.0.2:1, up to 30 s (training.join_timeout): "
-        "2 of 3 ranks have come"
+        "2 of 3 ranks have arrived"
     )
     one_has_come.set("finetune/now/hello/2", "me")
     one_has_come.wait(["finetune/now/ack/2/me"], timedelta(seconds=SECONDS))
@@ -150,8 +149,8 @@ def test_rank_0_warns_of_ranks_that_come_late(one_has_come: HashStore, monkeypat
 
 
 def test_a_limit_that_nobody_can_set_is_not_named() -> None:
-    with pytest.raises(UserError, match=r"within 0 s of rank 1 on") as caught:
-        rendezvous.join(HashStore(), place(1, seconds=0, setting=None), no, no)
+    with pytest.raises(UserError, match=r"within 0 s; rank 1 on") as caught:
+        rendezvous.join_attempt(HashStore(), endpoint(1, seconds=0, setting=None), no, no)
     assert "join_timeout" not in str(caught.value)
 
 
@@ -159,14 +158,16 @@ def test_rank_0_warns_of_an_address_that_is_not_its_own() -> None:
     """A name that only others could know, too; an address that is forwarded to this machine would do."""
     for address, own in (("127.0.0.3", True), ("192.0.2.1", False), ("no-such-host.invalid", False)):
         warnings: list[str] = []
-        rendezvous.begin(HashStore(), place(0, 1, address=address), failed=no, give_up=no, warn=warnings.append)
+        rendezvous.start_attempt(
+            HashStore(), endpoint(0, 1, address=address), failed=no, give_up=no, warn=warnings.append
+        )
         assert len(warnings) == (0 if own else 1)
         assert own or warnings[0].startswith(
             f"{address}, at which the other ranks look for rank 0 (MASTER_ADDR), is not"
         )
 
 
-def refusal(where: rendezvous.Place, *, hosts_it: bool = False) -> str:
+def refusal(where: rendezvous.Endpoint, *, hosts_it: bool = False) -> str:
     """What `open_store` says."""
     with pytest.raises(UserError) as caught:
         rendezvous.open_store(where, hosts_it=hosts_it, timeout=timedelta(seconds=SECONDS), warn=no)
@@ -176,16 +177,16 @@ def refusal(where: rendezvous.Place, *, hosts_it: bool = False) -> str:
 def test_a_port_at_which_nothing_listens() -> None:
     """On another machine, as far as the rank knows, and on one that it is told is rank 0's but is its own."""
     with free_port() as port:
-        where = place(1, seconds=0, port=port, rank_0_here=True)
+        where = endpoint(1, seconds=0, port=port, rank_0_here=True)
         assert f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.2:{port}, tried for 0 s" in (
             message := refusal(where).replace("Rank", "rank", 1)
         )
         assert "Connection refused: that machine is up, but nothing listens on the port" in message
-        assert "127.0.0.2 is this machine itself" in refusal(place(1, seconds=0, port=port))
+        assert "127.0.0.2 is this machine itself" in refusal(endpoint(1, seconds=0, port=port))
 
 
 def test_a_name_that_cannot_be_resolved() -> None:
-    message = refusal(place(1, seconds=0, address="no-such-host.invalid"))
+    message = refusal(endpoint(1, seconds=0, address="no-such-host.invalid"))
     assert "at no-such-host.invalid:1, tried for 0 s (training.join_timeout): the name no-such-host.invalid" in message
     assert "--local_addr" in message
 
@@ -199,7 +200,7 @@ def test_an_address_that_no_machine_has(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(socket, "create_connection", connect)
     for error in (OSError(113, "No route to host"), TimeoutError("timed out")):
         assert f"{error.strerror or error}: no machine has that address, or a firewall" in refusal(
-            place(1, seconds=0, rank_0_here=True)
+            endpoint(1, seconds=0, rank_0_here=True)
         )
 
 
@@ -207,12 +208,12 @@ def test_a_wait_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "WARN_SECONDS", 0.0)
     warnings: list[str] = []
     with free_port() as port:
-        where = place(1, seconds=3 * rendezvous.POLL_SECONDS, port=port, rank_0_here=True)
+        where = endpoint(1, seconds=3 * rendezvous.POLL_SECONDS, port=port, rank_0_here=True)
         with pytest.raises(UserError):
             rendezvous.wait_for_port(where, warnings.append)
     (warning,) = warnings
     assert warning.startswith(
-        f"rank 1 on {socket.gethostname()} waits for rank 0 at {where}, up to {where.limit}: Conn"
+        f"rank 1 on {socket.gethostname()} waits for rank 0 at {where}, up to {where.limit_text}: Conn"
     )
 
 
@@ -220,7 +221,7 @@ def test_a_port_that_is_taken() -> None:
     """By a program on rank 0's own machine, which is rank 0's problem, and at what the others take for its port."""
     with socket.create_server(("", 0)) as stranger:
         port = stranger.getsockname()[1]
-        message = refusal(place(0, port=port), hosts_it=True)
+        message = refusal(endpoint(0, port=port), hosts_it=True)
         assert message.startswith(f"Rank 0 on {socket.gethostname()} cannot listen on port {port} (MASTER_PORT): ")
         assert "address already in use" in message and f"`ss -ltnp 'sport = :{port}'`" in message
 
@@ -233,62 +234,6 @@ def test_a_program_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monk
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout and stranger.stdin
         port = int(stranger.stdout.readline())
-        message = refusal(place(1, port=port))
+        message = refusal(endpoint(1, port=port))
         stranger.stdin.close()
     assert f"reaches a program at 127.0.0.2:{port} that is not the store of this run: no answer" in message
-
-
-def unused_port() -> int:
-    """A port for a process to listen on."""
-    with socket.create_server(("", 0)) as free:
-        return free.getsockname()[1]
-
-
-MEET = """
-import sys
-from finetune.runtime import command
-from finetune.runtime.ranks import distributed, multinode, process_group
-
-def run():
-    multinode.meet(int(sys.argv[1]))
-    process_group.start(cpu=True, timeout_seconds=60)
-    distributed.barrier()
-    process_group.finish()
-    return 0
-
-sys.exit(command.guarded(run))
-"""
-
-
-def started(rank: int, port: int, seconds: int, **changed: str) -> subprocess.Popen[str]:
-    """A rank on a machine of its own, without a launcher that waits for the others."""
-    given = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    given |= {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | changed
-    env = {name: value for name, value in (os.environ | given).items() if value}
-    return subprocess.Popen(
-        [sys.executable, "-c", MEET, str(seconds)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-@pytest.mark.process
-def test_two_processes_of_which_one_has_another_port() -> None:
-    """Both end, each with a sentence and without a traceback."""
-    port = unused_port()
-    with free_port() as other:
-        ranks = [started(0, port, 1), started(1, other, 1)]
-        printed = [rank.communicate(timeout=4 * SECONDS)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 2], printed
-    assert f"error: [rank 0] Rank 1 has not come to 127.0.0.2:{port} within 1 s (training.join_timeout)" in printed[0]
-    assert f"cannot reach rank 0 at 127.0.0.2:{other}, tried for 1 s (training.join_timeout)" in printed[1]
-    assert not any("Traceback" in text for text in printed)
-
-
-@pytest.mark.process
-def test_a_launcher_that_does_not_count_the_ranks_of_a_machine() -> None:
-    """The second machine can know it; the first one takes the run for one on a single machine, and waits as long."""
-    port = unused_port()
-    ranks = [started(rank, port, 1, LOCAL_WORLD_SIZE="") for rank in (0, 1)]
-    printed = [rank.communicate(timeout=4 * SECONDS)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 2], printed
-    assert f"error: [rank 0] Rank 1 has not come to 127.0.0.2:{port} within 1 s (training.join_timeout)" in printed[0]
-    assert "error: RANK=1 and LOCAL_RANK=0 are of a run on several machines, but LOCAL_WORLD_SIZE is not" in printed[1]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_an_error_keeps_its_problems() -> None:
     assert subprocesses.first_error("Traceback (most recent call last):\n  File x") is None
 
 
-def wait_for(look, count: int) -> list[int]:
+def wait_for(look: Callable[[], list[int]], count: int) -> list[int]:
     """What `look` finds once it is `count` things that are not zero; within a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
