@@ -498,8 +498,8 @@ def _document(lines: list[str]) -> Row:
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(2**31 - 1)  # the default rejects fields above 128 KiB
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
         try:
-            reader = csv.DictReader(file, strict=True)
             header = reader.fieldnames or []
             repeated = sorted({name for name in header if header.count(name) > 1})
             if repeated:
