@@ -272,7 +272,7 @@ def redact_arguments(arguments: Iterable[str]) -> list[str]:
     return shown
 
 
-def redact_tree(value: Any) -> Any:
+def redact_tree(value: object) -> Any:
     """Nested dicts and lists with every string redacted and the values of secret names masked."""
     if isinstance(value, str):
         return redact(value)

@@ -15,8 +15,9 @@ from finetune.config.load import dump_setting
 from finetune.data import IGNORE_INDEX
 from finetune.data.arrow import Struct
 from finetune.errors import UserError, cut, listed
+from finetune.runtime.types import JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAINED_ROLES = ("assistant",)  # the messages that are supervised by default
@@ -125,7 +126,7 @@ class Format:
         """The column of a field."""
         return self.columns.get(field, field)
 
-    def of(self, row: Mapping[str, Any]) -> Format:
+    def of(self, row: Mapping[str, object]) -> Format:
         """The format of one row: prompts may be strings in some rows and messages in others."""
         prompt = row.get(self.column("prompt"))
         of_text = isinstance(prompt, str)
@@ -134,13 +135,13 @@ class Format:
         was, now = ("of messages", "of text")[:: 1 if of_text else -1]
         return replace(self, of_text=of_text, evidence=self.evidence.replace(was, now, 1))
 
-    def get(self, row: Mapping[str, Any], field: str) -> Any:
+    def get(self, row: Mapping[str, object], field: str) -> Any:
         """The value of an optional field in a row, None if the row has none."""
         if field == "system" and self.as_trl and self.name in _WITHOUT_SYSTEM_IN_TRL:
             return None
         return row.get(self.column(field))
 
-    def unread(self, row: Mapping[str, Any], *, has_template: bool) -> set[str]:
+    def unread(self, row: Mapping[str, object], *, has_template: bool) -> set[str]:
         """The columns in which this row has a value that `to_conversation` does not read."""
         required, optional = _FIELDS[self.name]
         if self.of(row).of_text:
@@ -155,7 +156,7 @@ class Format:
         return {column for column in found if _has_value(row[column])}
 
 
-def _has_value(value: Any) -> bool:
+def _has_value(value: object) -> bool:
     return bool(value) if isinstance(value, str | list | dict) else value is not None
 
 
@@ -171,9 +172,9 @@ class Conversation:
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     supervised_from: int = 0
-    variables: dict[str, Any] | None = None
+    variables: JsonObject | None = None
     supervised: tuple[bool | None, ...] | None = None
     notes: tuple[str, ...] = ()
 
@@ -211,7 +212,7 @@ Row = Conversation | Text | Tokens
 
 def detect(
     columns: Iterable[str],
-    sample_rows: Sequence[Mapping[str, Any]],
+    sample_rows: Sequence[Mapping[str, object]],
     wanted: str = "auto",
     mapping: Mapping[str, str] | None = None,
     *,
@@ -331,8 +332,8 @@ def _meant(mapping: Mapping[str, str], columns: list[str]) -> dict[str, str] | N
 
 
 def text_column(columns: Iterable[str], field: str, wanted: str = "auto") -> dict[str, str]:
-    """The mapping of columns for TRL's `dataset_text_field`: it counts only if TRL reads text, so not beside messages,
-    prompts or token ids.
+    """The mapping of columns for TRL's `dataset_text_field`: it counts only if TRL reads text, so not alongside
+    messages, prompts or token ids.
 
     Args:
         field: the column.
@@ -398,7 +399,7 @@ def _match(
     name: str,
     first: str | None,
     columns: list[str],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, object]],
     mapping: dict[str, str],
     wanted: str,
 ) -> Format | None:
@@ -426,7 +427,7 @@ def _columns_of(name: str, first: str | None, columns: list[str], mapping: dict[
     return found if all(f in found for f in required) else None
 
 
-def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, Any]) -> str:
+def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, object]) -> str:
     """What is wrong with a row that has the columns of a format, and no values that fit it."""
     required = [columns[f] for f in _FIELDS[name][0]]
     kind, what = str, "text"
@@ -444,7 +445,7 @@ def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, Any]) -> s
     )
 
 
-def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, object]]) -> str | None:
     """The evidence for a format in the sample rows, or None if no row has values of the right types."""
     required = [columns[f] for f in _FIELDS[name][0]]
     named = f"column{'s' if len(required) > 1 else ''} {' and '.join(repr(column) for column in required)}"
@@ -460,7 +461,7 @@ def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, An
     return None
 
 
-def _is_list_of(value: Any, key: str) -> bool:
+def _is_list_of(value: object, key: str) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and key in item for item in value)
 
 
@@ -477,7 +478,7 @@ def _needs(name: str) -> str:
 
 
 def to_conversation(
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     format: Format,
     *,
     system_prompt: str | None = None,
@@ -504,7 +505,7 @@ def to_conversation(
             )
         if format.name == "text":
             return Text(text=_string(row, format, "text", keep_empty))
-        prompt = row[format.columns["prompt"]]
+        prompt = str(row[format.columns["prompt"]])
         return Text(text=prompt + _string(row, format, "completion", keep_empty), supervised_from=len(prompt))
     first = {"sharegpt": "conversations", "messages": "messages"}.get(format.name, "prompt")
     items = _list(row, format, first)
@@ -533,7 +534,7 @@ def to_conversation(
     )
 
 
-def _notes(row: Mapping[str, Any], format: Format, items: list) -> list[str]:
+def _notes(row: Mapping[str, object], format: Format, items: list) -> list[str]:
     """What of a conversation is not in its messages."""
     notes = _null_arguments(items)
     first = items[0] if isinstance(items[0], dict) else {}
@@ -557,7 +558,7 @@ def _null_arguments(items: list) -> list[str]:
     return []
 
 
-def _has_null(function: Any) -> bool:
+def _has_null(function: object) -> bool:
     """Whether an object from Arrow has a null anywhere in its arguments."""
     pending = [function.get("arguments")] if isinstance(function, dict) else []
     while pending:
@@ -594,7 +595,7 @@ def check(messages: list[Message], train_on_roles: Sequence[str] = TRAINED_ROLES
 
 
 def _alpaca(
-    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool, keep_empty: bool
+    row: Mapping[str, object], format: Format, system_prompt: str | None, has_template: bool, keep_empty: bool
 ) -> Conversation | Text:
     instruction, given = _string(row, format, "instruction", keep_empty), _optional_string(row, format, "input")
     answer = _string(row, format, "output", keep_empty)
@@ -615,7 +616,7 @@ def _alpaca(
     return Text(text=plain + answer, supervised_from=len(plain))
 
 
-def _history(row: Mapping[str, Any], format: Format, keep_empty: bool) -> list[tuple[str, str]]:
+def _history(row: Mapping[str, object], format: Format, keep_empty: bool) -> list[tuple[str, str]]:
     """Earlier turns of an Alpaca row: a list of [question, answer], as in LLaMA-Factory, or the list as JSON text."""
     column, value = format.column("history"), _from_json(format.get(row, "history"), format.column("history"))
     if not value:
@@ -638,7 +639,7 @@ def _check_trained(messages: list[Message], train_on_roles: Sequence[str], where
         raise RowError("no_assistant", f"no {turn}{where}, so no token is supervised")
 
 
-def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
+def _tokens(row: Mapping[str, object], format: Format) -> Tokens:
     """A row of token ids, with the labels as they are given, or made from assistant_masks."""
     ids = _integers(row, format, "input_ids")
     if not len(ids):
@@ -664,7 +665,7 @@ def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
     return Tokens(input_ids=ids, labels=labels, completion_mask=completion, by_default=by_default, lengths=lengths)
 
 
-def _integers(row: Mapping[str, Any], format: Format, name: str) -> np.ndarray:
+def _integers(row: Mapping[str, object], format: Format, name: str) -> np.ndarray:
     value = _value(row, format, name)
     if not isinstance(value, list):
         raise RowError("wrong_type", f"the column {format.column(name)!r} must be a list, not {type(value).__name__}")
@@ -723,7 +724,7 @@ def _sharegpt(items: list, keep_empty: bool) -> list[Message]:
     return messages
 
 
-def _read_marks(message: Message, item: Mapping[str, Any], number: int) -> None:
+def _read_marks(message: Message, item: Mapping[str, object], number: int) -> None:
     """Leave one mark in `message`: `train`, true or false, or none if the role decides.
 
     axolotl's `train` decides for any role. OpenAI's `weight` is 1 by default, which leaves the decision to the role.
@@ -760,14 +761,14 @@ def _content(message: Message, number: int, keep_empty: bool) -> str | None:
     return content
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: object, number: int) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RowError("not_text", f"message {number} has a part of type {kind!r}; only text is supported")
 
 
-def _tool_call(call: Any, number: int) -> dict[str, Any]:
+def _tool_call(call: object, number: int) -> JsonObject:
     """A tool call with its arguments as an object, as chat templates expect; OpenAI's files have them as JSON text."""
     if not isinstance(call, dict):
         raise RowError("wrong_type", f"a tool call of message {number} must be an object, not {type(call).__name__}")
@@ -784,7 +785,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     return call | {"function": function} if "function" in call else function
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     """The value without the nulls that Arrow added to its objects. A null that somebody wrote means something."""
     if isinstance(value, Struct):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
@@ -793,7 +794,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _from_json(value: Any, column: str) -> Any:
+def _from_json(value: object, column: str) -> Any:
     """The value of a column that may hold JSON text, as CSV files do; None for a blank one."""
     if not isinstance(value, str):
         return value
@@ -803,7 +804,7 @@ def _from_json(value: Any, column: str) -> Any:
         raise RowError("wrong_type", f"the column {column!r} is not valid JSON") from error
 
 
-def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | None:
+def _tools(row: Mapping[str, object], format: Format) -> list[JsonObject] | None:
     """The tools of a row. None for an empty list, as in TRL: a template may ask only whether tools are none."""
     column = format.column("tools")
     tools = _from_json(format.get(row, "tools"), column)
@@ -814,7 +815,7 @@ def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | Non
     return _without_none(tools)
 
 
-def _variables(row: Mapping[str, Any], format: Format) -> dict[str, Any] | None:
+def _variables(row: Mapping[str, object], format: Format) -> JsonObject | None:
     """The row's own variables for the chat template, as they are."""
     column = format.column("chat_template_kwargs")
     given = _from_json(format.get(row, "chat_template_kwargs"), column)
@@ -833,32 +834,32 @@ def _with_system(messages: list[Message], system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _value(row: Mapping[str, Any], format: Format, name: str) -> Any:
+def _value(row: Mapping[str, object], format: Format, name: str) -> Any:
     value = row.get(format.column(name))
     if value is None:
         raise RowError("missing_field", f"the column {format.column(name)!r} has no value")
     return value
 
 
-def _string(row: Mapping[str, Any], format: Format, name: str, keep_empty: bool) -> str:
+def _string(row: Mapping[str, object], format: Format, name: str, keep_empty: bool) -> str:
     value = _text(_value(row, format, name), format, name)
     if not value.strip() and not keep_empty:
         raise RowError("empty", f"the column {format.column(name)!r} is empty; {_KEPT}")
     return value
 
 
-def _optional_string(row: Mapping[str, Any], format: Format, name: str) -> str:
+def _optional_string(row: Mapping[str, object], format: Format, name: str) -> str:
     value = format.get(row, name)
     return "" if value is None else _text(value, format, name)
 
 
-def _text(value: Any, format: Format, name: str) -> str:
+def _text(value: object, format: Format, name: str) -> str:
     if not isinstance(value, str):
         raise RowError("wrong_type", f"the column {format.column(name)!r} must be text, not {type(value).__name__}")
     return value
 
 
-def _list(row: Mapping[str, Any], format: Format, name: str) -> list:
+def _list(row: Mapping[str, object], format: Format, name: str) -> list:
     value = _value(row, format, name)
     if not isinstance(value, list):
         raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list, not {type(value).__name__}")

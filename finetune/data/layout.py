@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from finetune.data.packs import Packs, one_per_row, pack, random_order
 from finetune.data.plan import Plan
 from finetune.data.store import Rows
+from finetune.runtime.types import JsonObject
 
 Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int32 of the same length
 
@@ -76,7 +76,7 @@ class Layout:
         )
         return Layout(rows=self.rows.take(documents), packs=packs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The layout's entry in the ledger of run.json."""
         return {
             "rows": len(self),

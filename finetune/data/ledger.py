@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from finetune.errors import listed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 BUCKETS = (
@@ -57,8 +57,8 @@ class Ledger:
     tokens: int = 0
     supervised_tokens: int = 0
     sources: dict[str, SourceCounts] = field(default_factory=dict)  # by name, in the order in which they are read
-    leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
-    largest: dict[str, Any] = field(default_factory=lambda: {"id": -1, "where": None})  # token id or label, and its row
+    leaked: JsonObject | None = None  # evaluation rows that are training rows too: how many, where the first is
+    largest: JsonObject = field(default_factory=lambda: {"id": -1, "where": None})  # token id or label, and its row
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def source(self, name: str) -> SourceCounts:
@@ -101,7 +101,7 @@ class Ledger:
         """Count notes about a row that is kept, such as what the chat template leaves out of it."""
         self.notes.update(notes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As stored in the cache, run.json and the --json output."""
         return {
             "rows_read": self.rows_read,
@@ -122,7 +122,7 @@ class Ledger:
         }
 
 
-def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
+def examples(ledgers: dict[str, JsonObject]) -> list[str]:
     """One sentence per reason for dropping rows, with the first row it applies to."""
     return [
         f"{name}: {counted(count, 'row')} dropped ({reason}), first {one['examples'][reason]}"
@@ -131,7 +131,7 @@ def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def is_templated(record: Mapping[str, Any]) -> bool | None:
+def is_templated(record: Mapping[str, object]) -> bool | None:
     """Whether any training row of a run was in the chat template, from its run.json; None if it does not say."""
     ledger = record.get("ledger")
     train = ledger.get("train") if isinstance(ledger, dict) else None
@@ -139,7 +139,7 @@ def is_templated(record: Mapping[str, Any]) -> bool | None:
     return count > 0 if type(count) is int else None
 
 
-def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:
+def notes(ledgers: dict[str, JsonObject]) -> list[str]:
     """The columns that are not read, and one line per note, with the number of rows it is about."""
     unread: dict[str, list[str]] = {}  # columns, as text -> the sources that have them
     for name, one in ledgers.items():
@@ -153,7 +153,7 @@ def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]) -> Table:
+def table(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject]) -> Table:
     """The ledgers and layouts of the training and evaluation rows, side by side."""
     result = Table(title="Data", title_justify="left")
     result.add_column("")
@@ -187,7 +187,7 @@ def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]
     return result
 
 
-def sources_table(ledgers: dict[str, dict[str, Any]]) -> Table | None:
+def sources_table(ledgers: dict[str, JsonObject]) -> Table | None:
     """One row per source of each split; None if no split has several."""
     if all(len(one["sources"]) < 2 for one in ledgers.values()):
         return None

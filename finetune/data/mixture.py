@@ -14,8 +14,9 @@ from finetune.data import sources
 from finetune.errors import UserError
 from finetune.redact import redact
 from finetune.runtime.hooks import Hooks
+from finetune.runtime.types import JsonObject, Tokenizer
 
-Item = tuple[dict[str, Any], str]  # a row and its position in the source
+Item = tuple[JsonObject, str]  # a row and its position in the source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Source:
     as_trl: bool = False
 
 
-def configured_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
+def configured_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> dict[str, list[Source]]:
     """The sources that `config` names; rows of a script's function come from a call of it."""
     if config.rows_from_script:
         splits = _script_sources(config, tokenizer, hooks)
@@ -95,7 +96,7 @@ def _name(origin: Origin) -> str:
     return redact(first) + (f" and {len(others)} more" if others else "")
 
 
-def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
+def _script_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> dict[str, list[Source]]:
     """The rows that the script's function returns: one call of it opens both splits."""
     returned = functools.cache(lambda: _call_script(config, tokenizer, hooks))
     identity = ["script", hooks.identity()]
@@ -117,12 +118,12 @@ def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, l
     return {"train": source(0)} | ({} if chosen else {"eval": source(1)})
 
 
-def _call_script(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
+def _call_script(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
     """The training and evaluation rows that the script's function returns, possibly as generators."""
     returned = hooks.call("dataset", tokenizer)
     name = getattr(hooks.dataset, "__name__", "dataset")
 
-    def read(rows: Any) -> Iterator[Item]:
+    def read(rows: object) -> Iterator[Item]:
         with hooks.user_errors("dataset"):
             yield from sources.iter_returned(rows, name)
 

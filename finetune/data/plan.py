@@ -148,6 +148,10 @@ class Plan:
         return self.costs if self.lengths is None else self.lengths
 
     def _deal(self, order: np.ndarray, world_size: int, per_device: int, accumulation: int) -> np.ndarray:
+        # Ranks wait for each other where gradients are reduced, once per micro-step with FSDP and once per step with
+        # DDP, so both must be even. A layer has one unit per rank, neighbors by cost, which makes micro-steps even; its
+        # costliest unit goes to the rank with the least so far, which makes the step even. The loss does not depend on
+        # any of this: the rows of a step are fixed before.
         n_steps = self.steps_per_epoch
         rows = np.full(n_steps * self.global_batch_size, -1, dtype=np.int64)
         rows[: self.n_rows] = order

@@ -35,6 +35,7 @@ from finetune.errors import UserError, cut, listed
 from finetune.runtime import bootstrap
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
@@ -49,7 +50,7 @@ class Data:
     """The tokenized rows of every split."""
 
     splits: dict[str, Rows]
-    ledgers: dict[str, dict[str, Any]]  # by split
+    ledgers: dict[str, JsonObject]  # by split
     format: str  # how rows were read and why; also the turn markers, if they were derived from the template
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     folder: Path  # of the cache entry
@@ -66,7 +67,7 @@ class Data:
         return self.splits.get("eval")
 
 
-def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
+def prepare(config: Config, tokenizer: Tokenizer, hooks: Hooks = NO_HOOKS) -> Data:
     """Tokenize and mask the data of `config`, or map what an earlier run or another rank prepared.
 
     Args:
@@ -88,7 +89,7 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
 
 def prepare_splits(
     config: Config,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     splits: Mapping[str, Sequence[Source]],
     *,
     inputs: Callable[[], str] | None = None,
@@ -132,14 +133,14 @@ def prepare_splits(
 
     built = []
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(folder: Path) -> JsonObject:
         built.append(folder)
         before, untouched = inputs() if inputs else None, tokenizer_state.state(tokenizer)
         about = _build(folder, config, readers, splits)
         about["tokenizer"] = tokenizer_state.changes(untouched, tokenizer)
         return about | ({"inputs": [before, inputs()]} if inputs else {})
 
-    def is_current(about: dict[str, Any]) -> bool:
+    def is_current(about: JsonObject) -> bool:
         # The files as they were before the function ran, or as it left them: it may write files and then read them.
         return inputs is None or inputs() in about["inputs"]
 
@@ -213,7 +214,7 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
 class _Readers:
     """The chat template, turn markers and encoder of each source; sources with the same settings share them."""
 
-    def __init__(self, config: Config, tokenizer: Any, sources: Iterable[Source]) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, sources: Iterable[Source]) -> None:
         self._config, self.tokenizer = config, tokenizer
         self._templates: dict[str | None, str | None] = {}
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
@@ -320,7 +321,7 @@ class _Reading:
 class _Chunk:
     """Rows of one source that are encoded together."""
 
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
     readings: list[_Reading]  # of each row
     source: str
@@ -332,7 +333,7 @@ class _Chunk:
         return [where for where, _, _ in self.placed]
 
 
-def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
+def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> JsonObject:
     opened = {name: [(source, rows) for source in split if (rows := source.open())] for name, split in splits.items()}
     names = [name for name in opened if opened[name]]
     if config.data.eval_fraction and "train" in names:
@@ -387,7 +388,7 @@ def _chunks(
                 columns.add(row)
             read += len(batch)
             if chosen:
-                alike: dict[bool, list[dict[str, Any]]] = {}  # a source may have prompts of text and of messages
+                alike: dict[bool, list[JsonObject]] = {}  # a source may have prompts of text and of messages
                 for row in chosen:
                     alike.setdefault(format.of(row).of_text, []).append(row)
                 readings = {
@@ -407,9 +408,7 @@ def _chunks(
         first += read
 
 
-def _read_as(
-    rows: Sequence[dict[str, Any]], format: Format, source: Source, config: Config, readers: _Readers
-) -> _Reading:
+def _read_as(rows: Sequence[JsonObject], format: Format, source: Source, config: Config, readers: _Readers) -> _Reading:
     """How rows of this very format are read."""
     has_template = readers.has_template(source)
     in_template = templated.is_rendered(format, has_template=has_template)
@@ -442,7 +441,7 @@ class _Columns:
         self.all: Counter[str] = Counter()
         self.unread: list[str] = []
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Count the columns of a row."""
         self._rows += 1
         self.all.update(row.keys())
@@ -535,7 +534,7 @@ class Overlap:
         else:
             self._others.setdefault(split, []).append((digest, where))
 
-    def to_dict(self, split: str) -> dict[str, Any]:
+    def to_dict(self, split: str) -> JsonObject:
         """For the ledger of `split`: how many rows, and where the first is; its line is None if the source has none."""
         others = self._others.get(split, [])
         found = list(dict.fromkeys(where for digest, where in others if digest in self._train))
@@ -584,7 +583,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> list[list[Encoded] | RowError]:
+def _encode(rows: Sequence[JsonObject], places: list[str], work: tuple) -> list[list[Encoded] | RowError]:
     """What becomes of each row. Raises UserError if the tokenizer gives up on one."""
     encoder, format, system_prompt, has_template, keep_empty = work
     results: list[list[Encoded] | RowError] = []
@@ -617,7 +616,7 @@ def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> l
     return results
 
 
-def _encode_alone(encoder: Encoder, conversation: Any, where: str) -> None:
+def _encode_alone(encoder: Encoder, conversation: formats.Row, where: str) -> None:
     """Raise UserError if the tokenizer gives up on this row."""
     try:
         encoder.encode_batch([conversation])
@@ -714,7 +713,7 @@ def _random_number(seed: int, number: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
+def _tokenizer_digest(tokenizer: Tokenizer) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     head, rest = text.partition('"truncation"')[0], text.partition('"added_tokens"')[2]

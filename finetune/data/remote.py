@@ -46,15 +46,15 @@ class RemoteFile:
         """The address, the size and every checksum or time that the file system reports. It reads nothing.
 
         Raises:
-            UserError: the file system reports neither, so that a changed file could not be noticed.
+            UserError: the file system reports neither, so a changed file could not be detected.
         """
         with remote_errors(self._url):
             info = self._system.info(self._path)
         versions = {name: str(info[name]) for name in _VERSIONS if info.get(name) is not None}
         if not versions:
             raise UserError(
-                f"{self}: the server reports neither a checksum nor a time of change, so that a new version "
-                "of the file would not be noticed. Download it and give its path."
+                f"{self}: the server reports no checksum or modification time, so a changed file could not be "
+                "detected. Download it and give its path."
             )
         return [str(self._path), info.get("size"), versions]
 

@@ -22,8 +22,9 @@ from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError, listed
 from finetune.redact import redact
 from finetune.runtime.files import open_regular, read_bytes, special_kind
+from finetune.runtime.types import JsonObject
 
-Row = dict[str, Any]
+Row = JsonObject
 File = Path | RemoteFile
 
 RAW_KINDS = (".txt", ".md")  # documents, not rows
@@ -35,7 +36,7 @@ _SUPPORTED = (
     "datasets.save_to_disk, and .txt and .md for raw text."
 )
 _ABOUT = ("README", "LICENSE")  # files about a folder, not data in it
-# Files about a dataset beside its data, which `datasets` skips as well (FILES_TO_IGNORE in datasets/data_files.py).
+# Files about a dataset next to its data, which `datasets` skips as well (FILES_TO_IGNORE in datasets/data_files.py).
 _DESCRIPTIONS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 # Names by which `datasets` knows the split of a file or folder (datasets/data_files.py), "held out", and such names
 # with "set", as in testset.jsonl, which `datasets` would train on.
@@ -73,7 +74,7 @@ def expand(files: Sequence[str | File]) -> list[File]:
     """Expand paths, URLs, globs and folders into files and save_to_disk folders; the matches of each are sorted.
 
     Raises:
-        UserError: nothing matches, or one glob or folder has held-out files beside others.
+        UserError: nothing matches, or one glob or folder has held-out files next to others.
     """
     if not files:
         raise UserError(f"No data file was given. {_SUPPORTED}")
@@ -142,7 +143,7 @@ def iter_hub(
         yield row, f"{name}:{split}:row {number}"
 
 
-def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
+def iter_returned(rows: object, name: str) -> Iterator[tuple[Row, str]]:
     """Yields (row, where) from what the user's function `name` returned: a `datasets.Dataset` or any iterable of rows.
     Raises UserError if it returned anything else."""
     if isinstance(rows, Mapping):
@@ -221,7 +222,7 @@ def _asks_for_raw(pattern: str) -> bool:
 
 
 def _check_one_split(name: str, files: Sequence[File]) -> None:
-    """Check that a glob or a folder has no files of a test or validation split beside others. Raises UserError."""
+    """Check that a glob or a folder has no files of a test or validation split next to others. Raises UserError."""
     if len(files) < 2:
         return
     splits: dict[str, list[File]] = {}
@@ -281,7 +282,7 @@ def _best_split(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[
 
 
 def _purpose(split: str) -> str:
-    """What the name of a split has beside its kind: "sft" of "train_sft"."""
+    """What the name of a split has in addition to its kind: "sft" of "train_sft"."""
     kind = _split_of(split)
     return _SPLIT_NAMES[kind].sub("", split) if kind else split
 
@@ -498,8 +499,8 @@ def _document(lines: list[str]) -> Row:
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(2**31 - 1)  # the default rejects fields above 128 KiB
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
         try:
-            reader = csv.DictReader(file, strict=True)
             header = reader.fieldnames or []
             repeated = sorted({name for name in header if header.count(name) > 1})
             if repeated:

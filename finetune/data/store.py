@@ -21,6 +21,7 @@ from finetune.data import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.runtime.files import checksum, staging, write_json
 from finetune.runtime.machine.disk import disk_errors
+from finetune.runtime.types import JsonObject
 
 VERSION = 6  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
@@ -132,7 +133,7 @@ def load_rows(folder: Path, name: str) -> Rows:
     )
 
 
-def fingerprint(settings: dict[str, Any]) -> str:
+def fingerprint(settings: JsonObject) -> str:
     """Key of a cache entry: digest of everything that determines its tokens and labels (JSON-safe values)."""
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -117,7 +117,7 @@ def known_error(error: Exception) -> RunError | None:
 
 
 def report(error: UserError) -> None:
-    """Write a user's error to stderr, on the one rank that reports it; its notes follow on lines of their own."""
+    """Write a user's error to stderr, on the one rank that reports it; each of its notes follows on a separate line."""
     notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
     _report(error, f"{error}\n{notes}", "error: ")
 
@@ -200,7 +200,7 @@ class Output:
     """A stream that takes every text: what its encoding lacks is replaced, and what cannot be written is lost, because
     a reader has gone, a terminal was closed, or a disk is full."""
 
-    def __init__(self, stream: Any = None) -> None:
+    def __init__(self, stream: object = None) -> None:
         """
         Args:
             stream: None for standard output, whatever that is when something is written.
@@ -210,7 +210,7 @@ class Output:
     @property
     def _stream(self) -> Any:
         stream = sys.stdout if self._given is None else self._given
-        return getattr(stream, "rich_proxied_file", stream)  # a progress bar puts itself in place of sys.stdout
+        return getattr(stream, "rich_proxied_file", stream)  # a progress bar replaces sys.stdout
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -246,7 +246,7 @@ class Output:
 class _Printable:
     """A rich object whose text is `printable`. Rich's own control codes, such as of a progress bar, stay."""
 
-    def __init__(self, renderable: Any) -> None:
+    def __init__(self, renderable: RenderableType) -> None:
         self.renderable = renderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from finetune.errors import UserError
 from finetune.redact import redact
+from finetune.runtime.types import JsonObject
 
 BLOCK_BYTES = 1 << 22  # read at a time for a checksum
 READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
@@ -137,7 +138,7 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> st
         return file.read()
 
 
-def safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+def safetensors_header(file: BinaryIO) -> tuple[JsonObject, int]:
     """Of a safetensors file opened at its start: dtype, shape and data_offsets of each tensor by name, and the offset
     of the data. The format: 8 bytes of header length, JSON header, data.
 
@@ -229,7 +230,7 @@ def _why_unwritable(path: Path) -> str | None:
     return None
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
     write_text(path, json.dumps(to_json_types(content), indent=2, allow_nan=False) + "\n")
 
@@ -289,7 +290,7 @@ def append_text(path: Path, content: str) -> None:
         file.write(content.encode())
 
 
-def to_json_types(value: Any) -> Any:
+def to_json_types(value: object) -> Any:
     """`value` as JSON types: tuples become lists, NaN and infinity become null, other objects become strings."""
     if isinstance(value, dict):
         return {str(key): to_json_types(item) for key, item in value.items()}
@@ -299,9 +300,8 @@ def to_json_types(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):
         return value
-    if hasattr(value, "item"):  # numpy and torch scalars
-        return to_json_types(value.item())
-    return str(value)
+    item = getattr(value, "item", None)  # of numpy and torch scalars
+    return str(value) if item is None else to_json_types(item())
 
 
 # --- flushed to the disk --------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def checksums(paths: Iterable[Path]) -> list[str]:
         return list(pool.map(checksum, paths))
 
 
-def checksum_of_json(content: Any) -> str:
+def checksum_of_json(content: object) -> str:
     """128-bit xxh3 checksum of `content` as canonical JSON, in hexadecimal."""
     import xxhash
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
+from finetune.runtime.types import Model, Tokenizer, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,13 @@ class Hooks:
     """
 
     script: Path | None = None
-    tokenizer: Callable[[Any], Any] | None = None
-    dataset: Callable[[Any], Any] | None = None
-    model: Callable[[Any, Any], Any] | None = None
-    trainer: Callable[[Any], Any] | None = None
-    save: Callable[[Any, Any], Any] | None = None
+    tokenizer: Callable[[Tokenizer], Tokenizer | None] | None = None
+    dataset: Callable[[Tokenizer], object] | None = None
+    model: Callable[[Model, Tokenizer], Model | None] | None = None
+    trainer: Callable[[Trainer], object] | None = None
+    save: Callable[[Model, Tokenizer], object] | None = None
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """The result of the function `name`; None if the script does not provide it.
 
         Raises:
@@ -51,7 +52,7 @@ class Hooks:
         with self.user_errors(name):
             return function(*arguments)
 
-    def replace(self, name: str, value: Any, *others: Any) -> Any:
+    def replace(self, name: str, value: Any, *others: object) -> Any:
         """The result of the function `name` for `value`; `value` itself if it returns None or is not provided."""
         result = self.call(name, value, *others)
         return value if result is None else result

@@ -70,7 +70,7 @@ class Options(argparse.ArgumentParser):
         listed = argparse.SUPPRESS if configuration else "also write the result as JSON"
         self.add("--json", path, "PATH", listed)
 
-    def add(self, flag: str, kind: Any, metavar: str, text: str, default: Any = None) -> None:
+    def add(self, flag: str, kind: Any, metavar: str, text: str, default: object = None) -> None:
         """An option with a value; `kind` converts it from text."""
         self.add_argument(flag, type=kind, metavar=metavar, default=default, help=text, action=_Once)
 
@@ -150,7 +150,9 @@ class Options(argparse.ArgumentParser):
 class _Once(argparse.Action):
     """Store a value; a second one is an error."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
         if getattr(namespace, self.dest) is not self.default:
             parser.error(f"{option} is given twice. Keep one")
         setattr(namespace, self.dest, values)

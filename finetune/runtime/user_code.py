@@ -1,5 +1,4 @@
-"""Python code that a configuration names, under logging.trust_code: found, imported and called, with its errors in a
-sentence that names it."""
+"""Imports and calls the Python code that a configuration names (logging.trust_code), and reports its errors by name."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def check(key: str, name: str, config_file: str | None) -> None:
         UserError: it does not.
     """
     package = name.partition(":")[0].partition(".")[0]
-    _search_beside(config_file)
+    _add_search_paths(config_file)
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise _not_found(key, name, package, config_file)
 
@@ -38,13 +37,13 @@ def check(key: str, name: str, config_file: str | None) -> None:
 def load(key: str, name: str, config_file: str | None) -> Any:
     """The function or class that `package.module:name` stands for. Import it after the backend has started.
 
-    Modules are found as Python finds them, in the working directory, and beside the configuration file.
+    Modules are found as Python finds them, in the working directory, and next to the configuration file.
 
     Raises:
         UserError: the module or the name does not exist, or importing it fails.
     """
     module_name, _, attribute = name.partition(":")
-    _search_beside(config_file)
+    _add_search_paths(config_file)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -96,16 +95,16 @@ def _line(error: BaseException) -> str:
     return place
 
 
-def _search_beside(config_file: str | None) -> None:
-    """Look for modules in the working directory and the configuration's folder, too, after all other places."""
+def _add_search_paths(config_file: str | None) -> None:
+    """Also look for modules in the working directory and the configuration's folder, after all other places."""
     places = [str(Path.cwd()), *([str(Path(config_file).resolve().parent)] if config_file else [])]
     sys.path += [place for place in dict.fromkeys(places) if place not in sys.path]  # to stay: functions import late
     importlib.invalidate_caches()
 
 
 def _not_found(key: str, name: str, module: str, config_file: str | None) -> UserError:
-    beside = f", or beside {config_file}" if config_file else ""
+    or_next_to = f", or next to {config_file}" if config_file else ""
     return UserError(
-        f"{key} is {name}: there is no module {module} here. Install it, put it into the working directory{beside}, or "
-        "correct the name."
+        f"{key} is {name}: there is no module {module} here. Install it, put it into the working directory"
+        f"{or_next_to}, or correct the name."
     )

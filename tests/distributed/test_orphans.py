@@ -157,7 +157,7 @@ def build_stuck(*arguments, **named):
         return trained(*arguments, **keywords)
 
     def save_model(*arguments, **keywords):
-        Path("busy.txt").write_text(str(interrupt._busy))
+        Path("busy.txt").write_text(str(interrupt.state.busy))
         return saved(*arguments, **keywords)
 
     trainer.training_step, trainer.save_model = training_step, save_model

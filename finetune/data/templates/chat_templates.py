@@ -13,7 +13,7 @@ from finetune.runtime import files
 from finetune.runtime.types import Tokenizer
 
 # The published templates, without tools and images, and ChatML with tools as Qwen2.5 and Hermes write them (without a
-# system prompt of their own). They refuse unknown roles.
+# default system prompt). They refuse unknown roles.
 TEMPLATES = {
     "chatml": r"""
 {%- for message in messages %}

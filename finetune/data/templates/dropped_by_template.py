@@ -9,8 +9,9 @@ from typing import Any
 
 from finetune.data.formats import Conversation, Message, RowError
 from finetune.data.templates.reasoning import CLOSE, OPEN, REASONING_FIELDS
+from finetune.runtime.types import JsonObject
 
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
+Render = Callable[[list[Message], list[JsonObject] | None], str]
 
 _MARK = re.compile("zqx[0-9]+xqz")
 _MAX_STRUCTURES = 4096  # bounds memory for files in which nearly every row has another structure
@@ -92,7 +93,7 @@ def _replace_parts(message: Message, placeholder: Callable[[str], str], turn: st
         message["name"] = placeholder(f"the name of {role} messages")
 
 
-def _replace_name(entry: dict[str, Any], placeholder: Callable[[str], str], what: str) -> None:
+def _replace_name(entry: JsonObject, placeholder: Callable[[str], str], what: str) -> None:
     """Replace the name of a tool, or of the tool that a call is for."""
     function = entry.get("function", entry)
     if isinstance(function, dict) and isinstance(function.get("name"), str):

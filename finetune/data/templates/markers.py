@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -22,8 +21,9 @@ from jinja2 import TemplateError
 from finetune.data import IGNORE_INDEX
 from finetune.data.templates.render import render
 from finetune.errors import UserError
+from finetune.runtime.types import Tokenizer
 
-# Characters that, beside a marker, may merge with its outer tokens: some tokenizers merge "user" + "s", others do not.
+# Characters that, next to a marker, may merge with its outer tokens: some tokenizers merge "user" + "s", others do not.
 _NEIGHBOURS = "aA1" + string.punctuation
 
 
@@ -70,7 +70,7 @@ class Markers:
     """
 
     def __init__(
-        self, tokenizer: Any, response: str, instruction: str | None = None, *, last_only: bool = False
+        self, tokenizer: Tokenizer, response: str, instruction: str | None = None, *, last_only: bool = False
     ) -> None:
         self._response = _marker(tokenizer, response, "data.response_part")
         self._instruction = None if instruction is None else _marker(tokenizer, instruction, "data.instruction_part")
@@ -132,7 +132,7 @@ def _occurs(tokens: Sequence[int], ids: np.ndarray, index: int) -> bool:
     return tuple(ids[index : index + len(tokens)].tolist()) == tuple(tokens)
 
 
-def _marker(tokenizer: Any, text: str, key: str) -> _Marker:
+def _marker(tokenizer: Tokenizer, text: str, key: str) -> _Marker:
     """The marker's tokens in this tokenizer.
 
     The outer tokens may depend on the adjacent text. They become optional, but only if a special token remains in the
@@ -141,7 +141,7 @@ def _marker(tokenizer: Any, text: str, key: str) -> _Marker:
     ids = _tokenize(tokenizer, text)
     if not ids:
         raise UserError(
-            f"{key} has no tokens in the tokenizer {tokenizer.name_or_path!r}: {text!r}. Set another marker."
+            f"{key} is {text!r}, which tokenizes to nothing with {tokenizer.name_or_path!r}. Set another marker."
         )
     start, stop = 0, len(ids)
     for neighbour in _NEIGHBOURS:
@@ -163,7 +163,7 @@ def _disambiguated(one: _Marker, other: _Marker) -> tuple[_Marker, _Marker]:
     return one, other
 
 
-def _opening(tokenizer: Any, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+def _opening(tokenizer: Tokenizer, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     """The common prefix of both markers if it consists of special tokens, which then start turns of every role.
     Otherwise empty: plain text may also occur inside a response."""
     shared = commonprefix([one, other])
@@ -173,8 +173,8 @@ def _opening(tokenizer: Any, one: tuple[int, ...], other: tuple[int, ...]) -> tu
     return tuple(shared) if visible and all(token in special for token in shared) else ()
 
 
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False).input_ids
+def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # --- the markers of a chat template -----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ _ANSWERS = ("Zelmund one", "Zelmund two", "Zelmund three")
 _THOUGHTS = ("Wexlorn one", "Wexlorn two", "Wexlorn three")
 
 
-def derive_markers(tokenizer: Any, template: str | None) -> tuple[str, str]:
+def derive_markers(tokenizer: Tokenizer, template: str | None) -> tuple[str, str]:
     """(instruction, response): the text that a chat template writes before user and assistant contents.
 
     Derived from a rendered conversation of three exchanges. Text that ends the previous turn is removed, as is text
@@ -224,7 +224,7 @@ def _messages(answers: Sequence[str]) -> list[dict[str, str]]:
 class _Probe:
     """Renders probe conversations with one template and compares their parts."""
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         self._tokenizer, self._template = tokenizer, template
         if template is None:
             raise self.refusal("there is none")

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.environment import Template
+from jinja2.environment import Environment, Template
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, generate_lorem_ipsum
 from jinja2.visitor import NodeTransformer
 
 from finetune.errors import UserError
+from finetune.runtime.types import JsonObject
 
 MAX_STEPS = 300_000  # loop iterations, calls and operators per rendering, in addition to PER_CHARACTER
 MAX_SECONDS = 60.0  # for anything not counted; several thousand times what a row takes
@@ -45,12 +47,12 @@ class TemplateLimit(UserError):
 
 def render(
     template: str,
-    messages: list[Any],
+    messages: list[JsonObject],
     *,
-    tools: list[Any] | None = None,
+    tools: list[JsonObject] | None = None,
     add_generation_prompt: bool = False,
     marks: bool = False,
-    **special: Any,
+    **special: object,
 ) -> tuple[str, list[Span]]:
     """The text of a conversation, equal to that of `apply_chat_template`, and with `marks` the spans [start, end) of
     its `{% generation %}` blocks.
@@ -115,7 +117,7 @@ def _compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _extensions(stock: Any) -> list[Any]:
+def _extensions(stock: Environment) -> list[type[Extension]]:
     return [type(extension) for extension in stock.extensions.values()]
 
 
@@ -167,7 +169,7 @@ class Budget:
         return "".join(parts)
 
 
-def _weight(value: Any, most: int) -> int:
+def _weight(value: object, most: int) -> int:
     """Size of a value when written out, in characters and items; an object contained twice counts twice. Stops at
     `most`."""
     total, pending = 0, [value]
@@ -190,7 +192,7 @@ def _weight(value: Any, most: int) -> int:
 
 
 class BoundedTemplate(Template):
-    def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+    def generate(self, *args: object, **kwargs: object) -> Iterator[str]:
         budget, total = self.environment.budget, 0  # pyright: ignore[reportAttributeAccessIssue]
         for part in super().generate(*args, **kwargs):
             total += len(part)
@@ -205,7 +207,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     template_class = BoundedTemplate
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.budget = Budget()
         self.budget.start(0)
         self.step, self.checked = self.budget.step, self.budget.checked
@@ -258,7 +260,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def _check_method(self, owner: str | bytes, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_method(self, owner: str | bytes, name: str, args: tuple, kwargs: JsonObject) -> None:
         """Count the result of a string method that may be longer than the string."""
         charge = self.budget.charge
         numbers = [abs(value) for value in (*args, *kwargs.values()) if isinstance(value, int)]
@@ -299,11 +301,11 @@ def _check_bits(bits: int) -> None:
         raise TemplateLimit("it creates an integer of more than a thousand digits")
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 32
 
 
-def _count(text: Any, part: Any) -> int:
+def _count(text: Any, part: object) -> int:
     try:
         return text.count(part)
     except TypeError:

@@ -326,7 +326,7 @@ class SpanFinder:
         if start > end or not (text.startswith(before) and text.endswith(after)):
             raise _ambiguous(turn, "its content changes the text rendered around it")
         # Added tokens may also start the next message (Phi 4: <|im_end|><|im_start|>): only those that a conversation
-        # ending here has, too, are the end of this one.
+        # ending here also has are the end of this one.
         upto = Conversation(messages=row.messages[: turn + 1], tools=row.tools)
         try:
             closing = commonprefix([after, self._around(upto, None, turn)[1]])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from finetune.data.formats import Format
 from finetune.data.templates.markers import derive_markers
 from finetune.errors import UserError
+from finetune.runtime.types import Tokenizer
 
 LOOKED_AT = 10  # rows of a chunk: all rows of a source are written in the same way
 
@@ -17,7 +17,7 @@ def is_rendered(format: Format, *, has_template: bool) -> bool:
     return has_template and not format.of_text and format.name not in ("text", "tokenized")
 
 
-def turn_marker(tokenizer: Any, template: str | None) -> str | None:
+def turn_marker(tokenizer: Tokenizer, template: str | None) -> str | None:
     """The text that begins an assistant's turn in a chat template; None if it is not known."""
     try:
         return derive_markers(tokenizer, template)[1].strip() or None
@@ -25,16 +25,17 @@ def turn_marker(tokenizer: Any, template: str | None) -> str | None:
         return None
 
 
-def is_written_in(rows: Sequence[Mapping[str, Any]], format: Format, tokenizer: Any, marker: str) -> bool:
+def is_written_in(rows: Sequence[Mapping[str, object]], format: Format, tokenizer: Tokenizer, marker: str) -> bool:
     """Whether rows of text or token ids were rendered with a chat template before they came here."""
     return any(marker in text for row in rows[:LOOKED_AT] for text in _texts(row, format, tokenizer))
 
 
-def _texts(row: Mapping[str, Any], format: Format, tokenizer: Any) -> list[str]:
+def _texts(row: Mapping[str, object], format: Format, tokenizer: Tokenizer) -> list[str]:
     if format.name == "tokenized":
         ids = row.get(format.columns["input_ids"])
-        plain = isinstance(ids, list | tuple) and all(type(one) is int and one >= 0 for one in ids)
-        return [tokenizer.decode(ids)] if plain else []
+        if isinstance(ids, list | tuple) and all(type(one) is int and one >= 0 for one in ids):
+            return [tokenizer.decode(ids)]
+        return []
     return ["".join(str(row.get(column, "")) for column in format.columns.values())]
 
 

@@ -5,7 +5,7 @@ the user has set (OMP_NUM_THREADS, or accelerate's --num_cpu_threads_per_process
 their own without looking at the machine, mostly 1 per rank.
 
 Measured (benchmarks/results/2026-11-23-cpu-threads.jsonl): on two cores, two sleeping threads are mostly faster than
-one, also beside busy processes; two spinning threads, OpenMP's default, are mostly slower, there many times.
+one, also next to busy processes; two spinning threads, OpenMP's default, are mostly slower, there many times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ spinning = False  # whether torch was imported before the policy was set
 
 
 def sleep_while_waiting() -> None:
-    """Have OpenMP's waiting threads sleep in place of spinning, unless the user has set it. OpenMP reads the setting
+    """Have OpenMP's waiting threads sleep instead of spinning, unless the user has set it. OpenMP reads the setting
     when torch is imported, so every command calls this first."""
     global spinning
     if not Path("/dev/nvidiactl").exists() and "OMP_WAIT_POLICY" not in os.environ:

@@ -1,8 +1,9 @@
-"""FlashAttention-4 behind torch's attention over packed documents: nothing else has to know which kernel runs.
+"""FlashAttention-4 behind torch's attention over packed documents: no other module needs to know which kernel runs.
 
-`torch.nn.attention.varlen.varlen_attn` is what Unsloth and the transformers backend call for packs on a GPU. `offer`
-puts a switch in its place, which `finetune.engine.kernels.attention` turns after it has compared the two kernels.
-torch has a registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (another number of results).
+`torch.nn.attention.varlen.varlen_attn` is what Unsloth and the transformers backend call for packs on a GPU.
+`install_switch` replaces it with a switch, which `finetune.engine.kernels.attention` sets after it has compared the two
+kernels. torch has a registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (another number of
+results).
 
 In full fine-tuning Unsloth compiles its decoder blocks, and their graph holds torch's kernel itself.
 `flash_blocks` puts another switch there.
@@ -17,9 +18,12 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.runtime.files import cache_folder, private_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 NOT_INSTALLED = f"{PACKAGE} is not installed: pip install 'finetune[flash]'"
@@ -29,7 +33,7 @@ CAUSAL = (-1, 0)  # the window of plain causal attention
 SHORTEST_BOUND = 512
 # Documents of one call. With more than these, flash-attn 4.0 runs and compiles further kernels: 7.9 s on an H200.
 MANY_DOCUMENTS = 256
-_used = _called = False
+_enabled = _has_run = False
 
 
 def why_unusable() -> str | None:
@@ -48,7 +52,7 @@ def why_unusable() -> str | None:
 
 
 def install_switch() -> None:
-    """Put the switch in front of torch's kernel; before Unsloth is imported, which keeps what it finds there."""
+    """Put the switch in front of torch's kernel, before Unsloth is imported, which keeps the function that it finds."""
     if why_unusable() is not None:
         return
     from torch.nn.attention import varlen
@@ -60,33 +64,33 @@ def install_switch() -> None:
 
 
 def is_switch_installed() -> bool:
-    """Whether `use` has an effect in this process."""
+    """Whether `set_enabled` has an effect in this process."""
     from torch.nn.attention import varlen
 
     return hasattr(varlen.varlen_attn, "is_switch")
 
 
 def is_enabled() -> bool:
-    """Whether FlashAttention-4 is in use. Unsloth then has to be given documents of unequal lengths: where all are
-    equal it computes them as rows of a batch, with SDPA."""
-    return _used
+    """Whether FlashAttention-4 is in use. Unsloth then needs documents of unequal lengths: it computes documents of
+    equal lengths as rows of a batch, with SDPA."""
+    return _enabled
 
 
 def set_enabled(on: bool) -> None:
     """Compute with FlashAttention-4 from now on, or with torch's kernel."""
-    global _used, _called
-    _used, _called = on, False
+    global _enabled, _has_run
+    _enabled, _has_run = on, False
 
 
 def has_run() -> bool:
-    """Whether FlashAttention-4 has computed anything since `use`."""
-    return _called
+    """Whether FlashAttention-4 has computed anything since `set_enabled`."""
+    return _has_run
 
 
 def mark_run() -> None:
     """FlashAttention-4 has computed something."""
-    global _called
-    _called = True
+    global _has_run
+    _has_run = True
 
 
 def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,11 +99,18 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(torchs)
     def varlen_attn(
-        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, **options: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        **options: Any,
     ) -> Any:
         others = set(options) - {"scale", "window_size", "enable_gqa"}
         same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
-        if not (_used and same and cu_seq_k is not None):
+        if not (_enabled and same and cu_seq_k is not None):
             return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
         output = kernel()(
             query,

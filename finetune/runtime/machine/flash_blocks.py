@@ -1,7 +1,7 @@
 """FlashAttention-4 in the decoder blocks that Unsloth compiles for full fine-tuning.
 
-Their graph holds torch's kernel itself, in place of the function that `flash` switches. `offer` replaces the call with
-an operator of torch, which a graph can hold.
+Their graph holds torch's kernel itself instead of the function that `flash` switches. `install_switch` replaces the
+call with an operator of torch, which a graph can hold.
 """
 
 # pyright: reportMissingImports=false
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from finetune.runtime.machine import flash
+from finetune.runtime.types import JsonObject
 
 NAME = "finetune::flash_attention_4"
 
@@ -27,8 +28,8 @@ PARAMETERS = ["query", "key", "value", "cu_seqlens", "max_seqlen", "scale", "win
 
 
 def install_switch() -> None:
-    """Put the switch in its place, before a block is compiled. Does nothing if flash-attn cannot be imported, or if the
-    signatures are others than this module knows: `flash.has_run` then stays false."""
+    """Install the switch, before a block is compiled. Does nothing if flash-attn cannot be imported, or if the
+    signatures differ from those that this module knows: `flash.has_run` then stays false."""
     blocks = sys.modules.get(BLOCKS)
     torchs = getattr(blocks, FUNCTION, None)
     if torchs is None or hasattr(torchs, "is_switch"):
@@ -68,7 +69,7 @@ def _package() -> Any:
     return interface
 
 
-def _options(bounds: Tensor | None, longest: int, scale: float) -> dict[str, Any]:
+def _options(bounds: Tensor | None, longest: int, scale: float) -> JsonObject:
     most = max(longest, flash.SHORTEST_BOUND)
     both = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": most, "max_seqlen_k": most}
     return both | {"softmax_scale": scale, "causal": True}
@@ -115,13 +116,13 @@ def gradients(
 
 
 @attention.register_fake
-def _fake_attention(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     tokens, heads, _dim = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @gradients.register_fake
-def _fake_gradients(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

@@ -32,7 +32,7 @@ class Sample:
     sm_clock_mhz: float
     power_w: float
     temperature_c: float
-    other_processes: float  # that compute on it, beside this project's rank
+    other_processes: float  # that compute on it, in addition to this project's rank
     reasons: int  # bits of THROTTLE_REASONS
 
 
@@ -110,12 +110,12 @@ def start(gpus: int) -> GpuSampler | None:
         return None
 
 
-def _read_nvml(handle: Any) -> Sample:
+def _read_nvml(handle: object) -> Sample:
     import pynvml
 
     rates: Any = pynvml.nvmlDeviceGetUtilizationRates(handle)
 
-    def ask(function: Callable[..., Any], *arguments: Any) -> float:
+    def ask(function: Callable[..., float], *arguments: object) -> float:
         try:
             return float(function(handle, *arguments))
         except pynvml.NVMLError:

@@ -10,9 +10,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 from finetune.errors import describe
+from finetune.runtime.types import JsonObject
+
+Result = TypeVar("Result")
 
 # Dense bf16 matrix throughput (no sparsity) in TFLOP/s, by the name that CUDA reports. From NVIDIA's data sheets (A100,
 # H100 and H200 SXM: "with sparsity" halved; L4, L40S, RTX 4090 and 5090: tensor-core rate with fp32 accumulation).
@@ -59,7 +63,7 @@ class Gpu:
     numa_node: int | None = None
     other_processes: tuple[int, ...] | None = None  # ids of the other processes that compute on it
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """For JSON."""
         return asdict(self)
 
@@ -74,7 +78,7 @@ class Link:
     gb_per_s: float | None  # total of its NVLinks in one direction, at the rate the driver reports
     peer_access: bool | None  # whether one can read the other's memory
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """For JSON."""
         return asdict(self)
 
@@ -113,7 +117,7 @@ class Hardware:
         """Whether all GPUs agree in the properties that limit their speed; None without GPUs or a survey."""
         return not self.differences if self.gpus else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """For JSON; GPUs and links only after a survey."""
         own = asdict(self) | {"unknown": dict(self.unknown)}
         if self.gpus is None:
@@ -169,7 +173,7 @@ def out_of_memory_details(error: BaseException) -> str:
     return details
 
 
-def _device(gpu: Any, count: int) -> dict[str, Any]:
+def _device(gpu: _Properties | None, count: int) -> JsonObject:
     """The first fields of `Hardware`, from torch's properties of a GPU (None for a CPU)."""
     import psutil
 
@@ -213,13 +217,23 @@ def survey() -> Hardware:
     )
 
 
-Read = Callable[..., Any]  # (name, call, *arguments) -> result or None
+class Read(Protocol):
+    """Calls a function; if that fails, it keeps the reason by `name` and returns None."""
+
+    def __call__(self, name: str, call: Callable[..., Result], *arguments: object) -> Result | None: ...
+
+
+class _Properties(Protocol):
+    """`torch.cuda.get_device_properties`."""
+
+    name: str
+    total_memory: int
 
 
 def _reader(unknown: dict[str, str]) -> Read:
-    """A function that calls another one; if that fails, it stores the reason in `unknown` by name and returns None."""
+    """A `Read` that keeps the reasons in `unknown`."""
 
-    def read(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def read(name: str, call: Callable[..., Result], *arguments: object) -> Result | None:
         try:
             return call(*arguments)
         except Exception as error:  # a driver may reject any query and still answer the next one
@@ -229,7 +243,9 @@ def _reader(unknown: dict[str, str]) -> Read:
     return read
 
 
-def _gpus_and_links(nvml: Any, read: Read, unknown: dict[str, str]) -> tuple[tuple[Gpu, ...], tuple[Link, ...], Any]:
+def _gpus_and_links(
+    nvml: ModuleType | None, read: Read, unknown: dict[str, str]
+) -> tuple[tuple[Gpu, ...], tuple[Link, ...], _Properties | None]:
     """The GPUs, the links, and torch's properties of the first GPU (None without one)."""
     import torch
 
@@ -263,7 +279,9 @@ def _gpus_and_links(nvml: Any, read: Read, unknown: dict[str, str]) -> tuple[tup
     return tuple(gpus), tuple(links), known[0] if known else None
 
 
-def _link(nvml: Any, handles: list[Any], ends: list[Any], one: int, other: int, read: Read) -> Link:
+def _link(
+    nvml: ModuleType | None, handles: list[object], ends: list[list[object] | None], one: int, other: int, read: Read
+) -> Link:
     import torch
 
     name = f"link of GPUs {one} and {other}"
@@ -280,7 +298,7 @@ def _link(nvml: Any, handles: list[Any], ends: list[Any], one: int, other: int, 
     )
 
 
-def _nvml() -> Any:
+def _nvml() -> ModuleType:
     import pynvml
 
     pynvml.nvmlInit()
@@ -301,15 +319,17 @@ def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
 
 # --- one GPU, through NVML ------------------------------------------------------------------------------------------
 
+Query = Callable[[ModuleType, object], object]  # of NVML and the handle of a GPU
+
 # Values that change while a GPU works, in the units of `Gpu`.
-_STATE_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
+_STATE_QUERIES: dict[str, Query] = {
     "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
     "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
     "utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
 }
-_GPU_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
+_GPU_QUERIES: dict[str, Query] = {
     "free_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**30,
     "sm_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "memory_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
@@ -327,13 +347,15 @@ _GPU_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _query_all(queries: Mapping[str, Any], nvml: Any, handle: Any, read: Read, of: str = "") -> dict[str, Any]:
+def _query_all(
+    queries: Mapping[str, Query], nvml: ModuleType | None, handle: object, read: Read, of: str = ""
+) -> JsonObject:
     """The results of NVML by the names of `Gpu`; all None if NVML does not know the GPU."""
     known = handle is not None
     return {name: read(name + of, query, nvml, handle) if known else None for name, query in queries.items()}
 
 
-def _numa_node(nvml: Any, handle: Any) -> int:
+def _numa_node(nvml: ModuleType, handle: object) -> int:
     """The first NUMA node that is local to the GPU."""
     words = nvml.nvmlDeviceGetMemoryAffinity(handle, 8, nvml.NVML_AFFINITY_SCOPE_NODE)  # 64 nodes in each word
     nodes = [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
@@ -342,12 +364,12 @@ def _numa_node(nvml: Any, handle: Any) -> int:
     return nodes[0]
 
 
-def _other_processes(nvml: Any, handle: Any) -> tuple[int, ...]:
+def _other_processes(nvml: ModuleType, handle: object) -> tuple[int, ...]:
     running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return tuple(sorted({process.pid for process in running} - {os.getpid()}))
 
 
-def gpu_state() -> dict[str, Any] | None:
+def gpu_state() -> JsonObject | None:
     """Current state of this rank's GPU: `gpu` (its index), clocks, power and temperature by the names of `Gpu`, and
     `utilization`, the fraction (0 to 1) of the driver's last sampling period, up to 1 s, in which a kernel ran.
 
@@ -368,33 +390,41 @@ def gpu_state() -> dict[str, Any] | None:
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
-def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_of_other: list[Any]) -> str:
+def link_between(
+    nvml: ModuleType | None,
+    one: object,
+    other: object,
+    ends_of_one: list[object] | None,
+    ends_of_other: list[object] | None,
+) -> str:
     """The connection of two GPUs as `nvidia-smi topo -m` prints it: NV and the number of NVLinks, or the PCI level.
 
     Args:
         nvml: the initialized pynvml module.
         one, other: NVML handles; None for a GPU that NVML does not know.
-        ends_of_one, ends_of_other: `nvlink_ends` of each.
+        ends_of_one, ends_of_other: `nvlink_ends` of each; None if unknown.
 
     Raises:
         RuntimeError: one of them is None.
     """
-    if one is None or other is None:
+    if nvml is None or one is None or other is None:
         raise RuntimeError("NVML does not know both GPUs")
     try:
         linked = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
     except nvml.NVMLError:  # cards without NVLink reject the query
         linked = False
     if linked:
-        return f"NV{min(_links_to(nvml, ends_of_one, other), _links_to(nvml, ends_of_other, one))}"
+        return f"NV{min(_links_to(nvml, ends_of_one or [], other), _links_to(nvml, ends_of_other or [], one))}"
     level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
     return PCI_LEVELS.get(level, f"NVML level {level}")
 
 
-def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
+def nvlink_ends(nvml: ModuleType | None, handle: object) -> list[object]:
     """The remote end of each active NVLink of a GPU: the PCI address of a GPU or switch; None if unknown."""
-    found: list[Any] = []
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS if handle is not None else 0):
+    found: list[object] = []
+    if nvml is None or handle is None:
+        return found
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
@@ -407,12 +437,12 @@ def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
     return found
 
 
-def _links_to(nvml: Any, ends: list[Any], to: Any) -> int:
+def _links_to(nvml: ModuleType, ends: list[object], to: object) -> int:
     """Number of NVLinks that lead to a GPU: those that end there, or all if they end in a switch."""
     return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
 
 
-def nvlink_gb_per_s(nvml: Any, handle: Any) -> float:
+def nvlink_gb_per_s(nvml: ModuleType, handle: object) -> float:
     """Bandwidth of one NVLink in one direction, in GB/s, as `nvidia-smi nvlink -s` shows it (26.6 on an H200).
 
     Raises:

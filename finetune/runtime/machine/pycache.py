@@ -1,6 +1,6 @@
-"""Keeps the bytecode of the libraries where Python cannot, so that not every start compiles thousands of files anew.
+"""Caches library bytecode when site-packages is read-only, so that not every start compiles thousands of files.
 
-Python keeps it beside the sources, unless their folder is read-only or PYTHONDONTWRITEBYTECODE is set, as in many
+Python keeps it next to the sources, unless their folder is read-only or PYTHONDONTWRITEBYTECODE is set, as in many
 container images. On an H200 host a start compiled 2,863 modules, in 7.6 s (benchmarks/results/LOG.md).
 """
 
@@ -18,7 +18,7 @@ LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run i
 
 
 def enable(cache: Path) -> bool:
-    """Have this process and those it starts keep bytecode in a folder of `cache`, if some library has none.
+    """Make this process and those it starts keep bytecode in a folder of `cache`, if some library has none.
 
     Call it before the libraries are imported. Python compares each file's time and size with its source's.
 

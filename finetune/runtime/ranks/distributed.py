@@ -14,6 +14,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.runtime.ranks import launcher, rank_status
+from finetune.runtime.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def _check_count(world_size: int) -> None:
 
 
 @functools.cache
-def launcher_profile() -> dict[str, Any]:
+def launcher_profile() -> JsonObject:
     """The settings of the `accelerate launch` that started this process; empty for other launchers.
 
     accelerate does not pass on the requested number of processes, nor, in a distributed launch, the choice of the CPU.
@@ -202,7 +203,7 @@ def drain_nccl_work() -> None:
             group._wait_for_pending_works()
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: object) -> list[Any]:
     """Every rank's `value`, in rank order, on every rank. Runs on the host, without a GPU synchronization."""
     if _host_group is None:
         return [value]

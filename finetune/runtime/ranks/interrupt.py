@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 from finetune.runtime.ranks import launcher
@@ -25,17 +26,26 @@ FIRST_STEP_SECONDS = 180.0  # the same for the first step, which compiles
 STEP_FACTOR = 3  # a step may take this many times as long as the longest step so far
 REPORT_SECONDS = 2.0  # for the error message of a stuck process, whose output or disk may be stuck as well
 
-_deferred = 0  # nesting depth of `deferred` and `finishing`
-_busy = 0  # nesting depth of `busy`
-_steps = 0  # training steps so far
-_longest_step = 0.0  # seconds; excludes the first step once there is a second one
-_progress_at = 0.0  # when the main thread last made progress
-_on_stuck: Callable[[str], None] | None = None
+
+@dataclass(kw_only=True)
+class State:
+    """Whether this process was asked to stop, and what its main thread has done so far. Of the watcher thread and the
+    signal handler, only the latter changes it."""
+
+    deferred: int = 0  # nesting depth of `deferred` and `finishing`
+    busy: int = 0  # nesting depth of `busy`
+    steps: int = 0  # training steps so far
+    longest_step: float = 0.0  # seconds; excludes the first step once there is a second one
+    progress_at: float = 0.0  # when the main thread last made progress
+    on_stuck: Callable[[str], None] | None = None
+    requested_at: float | None = None
+    reason: str = ""
+    launcher: int | None = None  # process id, once `install` has found one
+    launcher_end_handled: bool = False
+
+
+state = State()
 _wakeup: socket.socket | None = None  # the interpreter writes the number of each signal to it
-_requested_at: float | None = None
-_reason = ""
-_launcher: int | None = None  # process id, once `install` has found one
-_launcher_end_handled = False
 
 
 class Interrupted(BaseException):
@@ -44,14 +54,13 @@ class Interrupted(BaseException):
 
 def install() -> None:
     """Handle SIGINT, SIGTERM and SIGHUP, and watch for the end of the launcher. Call in the main thread."""
-    global _launcher
-    signal.signal(signal.SIGINT, _on_signal)
-    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
     # SIGHUP: the terminal was closed. Stays ignored under `nohup`.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _on_signal)
-    found = launcher.find() if _launcher is None else None
-    _launcher = _launcher or found
+        signal.signal(signal.SIGHUP, on_signal)
+    found = launcher.find() if state.launcher is None else None
+    state.launcher = state.launcher or found
     if _wakeup is None:
         _start_watching()
     if found is not None:
@@ -63,7 +72,7 @@ def _leave_signals_to_worker() -> None:
     module. A handler that only notes a stop request would leave the parent waiting for a worker that it has ended."""
     signal.set_wakeup_fd(-1)  # or its signals would reach the parent
     for number in _handled():
-        if signal.getsignal(number) is _on_signal:
+        if signal.getsignal(number) is on_signal:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
@@ -102,14 +111,13 @@ def _start_watching() -> None:
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Context in which a signal only sets a flag, which the training loop checks at every step."""
-    global _deferred, _progress_at
-    _deferred += 1
-    _progress_at = time.monotonic()
+    state.deferred += 1
+    state.progress_at = time.monotonic()
     try:
         yield
     finally:
-        _progress_at = time.monotonic()
-        _deferred -= 1
+        state.progress_at = time.monotonic()
+        state.deferred -= 1
 
 
 @contextlib.contextmanager
@@ -118,13 +126,12 @@ def busy() -> Iterator[None]:
 
     Not for use inside a training step.
     """
-    global _busy, _progress_at
-    _busy += 1
+    state.busy += 1
     try:
         yield
     finally:
-        _progress_at = time.monotonic()
-        _busy -= 1
+        state.progress_at = time.monotonic()
+        state.busy -= 1
 
 
 @contextlib.contextmanager
@@ -142,31 +149,29 @@ def finishing() -> Iterator[None]:
 
 def step_ended() -> None:
     """Record the end of a training step by the host's clock, without a host-device sync."""
-    global _steps, _longest_step, _progress_at
     now = time.monotonic()
-    seconds = now - _progress_at
-    _longest_step = seconds if _steps < 2 else max(_longest_step, seconds)
-    _steps += 1
-    _progress_at = now
+    seconds = now - state.progress_at
+    state.longest_step = seconds if state.steps < 2 else max(state.longest_step, seconds)
+    state.steps += 1
+    state.progress_at = now
 
 
 def on_stuck(record: Callable[[str], None]) -> None:
     """Call `record(message)` from the watcher thread before it ends this process as stuck."""
-    global _on_stuck
-    _on_stuck = record
+    state.on_stuck = record
 
 
 def requested() -> bool:
     """Whether this rank was asked to stop."""
-    return _requested_at is not None
+    return state.requested_at is not None
 
 
 def reason() -> str:
-    """Why this rank stops, to follow "stopped by" in messages."""
+    """Why this rank stops, for messages: "stopped by ..."."""
     # The kernel sends SIGTERM when the launcher's main thread has ended; its other threads may end later.
-    if _reason == "SIGTERM" and _launcher is not None and launcher.is_gone(_launcher):
-        return _launcher_ended(_launcher)
-    return _reason or "a signal to another rank"
+    if state.reason == "SIGTERM" and state.launcher is not None and launcher.is_gone(state.launcher):
+        return _launcher_ended(state.launcher)
+    return state.reason or "a signal to another rank"
 
 
 def _launcher_ended(process: int) -> str:
@@ -175,9 +180,8 @@ def _launcher_ended(process: int) -> str:
 
 def request(why: str) -> None:
     """Ask this rank to stop at its next step. May be called from any thread."""
-    global _requested_at, _reason
-    if _requested_at is None:
-        _requested_at, _reason = time.monotonic(), why
+    if state.requested_at is None:
+        state.requested_at, state.reason = time.monotonic(), why
 
 
 def drop_closed_output(streams: tuple[int, ...] = (1, 2)) -> None:
@@ -198,19 +202,19 @@ def drop_closed_output(streams: tuple[int, ...] = (1, 2)) -> None:
                 os.close(null)
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _launcher_end_handled
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: ask this rank to stop, and stop at once if nothing defers it or it is a second one."""
     drop_closed_output()
     now = time.monotonic()
-    repeated = _requested_at is not None and now - _requested_at > SAME_SIGNAL_SECONDS
-    if _launcher is not None and not _launcher_end_handled and launcher.is_gone(_launcher):
+    repeated = state.requested_at is not None and now - state.requested_at > SAME_SIGNAL_SECONDS
+    if state.launcher is not None and not state.launcher_end_handled and launcher.is_gone(state.launcher):
         # Ctrl-C reaches the launcher and this rank: the end of the launcher must not count as a second Ctrl-C.
-        _launcher_end_handled = True
+        state.launcher_end_handled = True
         if requested():
             return
-        request(_launcher_ended(_launcher))
+        request(_launcher_ended(state.launcher))
     request(signal.Signals(number).name)
-    if not _deferred or repeated:
+    if not state.deferred or repeated:
         raise Interrupted(reason())
 
 
@@ -226,14 +230,14 @@ def _watch(signals: socket.socket) -> None:
         latest = _next_signal(signals)
         arrived = arrived or latest
         # One poll late, so that the kernel's own signal is handled first.
-        if launcher_gone and not _launcher_end_handled and not arrived:
+        if launcher_gone and not state.launcher_end_handled and not arrived:
             _signal_main_thread()
-        launcher_gone = _launcher is not None and launcher.is_gone(_launcher)
+        launcher_gone = state.launcher is not None and launcher.is_gone(state.launcher)
         if not (arrived or requested()):
             since = None
             continue
         since = time.monotonic() if since is None else since
-        idle = _idle_beyond_limit(since)
+        idle = idle_beyond_limit(since)
         if idle is not None:
             request(arrived)  # in case no handler has run
             _end(idle)
@@ -243,7 +247,7 @@ def _next_signal(signals: socket.socket) -> str:
     """Wait for POLL_SECONDS, or until a signal asks this process to stop. Returns its name, or an empty string."""
     if not select.select([signals], [], [], POLL_SECONDS)[0]:
         return ""
-    ours = (number for number in signals.recv(4096) if signal.getsignal(number) is _on_signal)
+    ours = (number for number in signals.recv(4096) if signal.getsignal(number) is on_signal)
     return next((signal.Signals(number).name for number in ours), "")
 
 
@@ -256,15 +260,15 @@ def _signal_main_thread() -> None:
 
 def _limit() -> float:
     """Seconds without progress after which the main thread counts as stuck."""
-    if not _deferred:
+    if not state.deferred:
         return STUCK_SECONDS
-    return max(STUCK_SECONDS, STEP_FACTOR * _longest_step) if _steps else FIRST_STEP_SECONDS
+    return max(STUCK_SECONDS, STEP_FACTOR * state.longest_step) if state.steps else FIRST_STEP_SECONDS
 
 
-def _idle_beyond_limit(since: float) -> float | None:
+def idle_beyond_limit(since: float) -> float | None:
     """Seconds without progress since the stop request at `since`, if they exceed the limit; else None."""
-    idle = time.monotonic() - max(since, _progress_at)
-    return idle if not _busy and idle >= _limit() else None
+    idle = time.monotonic() - max(since, state.progress_at)
+    return idle if not state.busy and idle >= _limit() else None
 
 
 def _end(idle: float) -> None:
@@ -277,8 +281,8 @@ def _end(idle: float) -> None:
     def report() -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"error: {message}\n".encode())  # the main thread may hold the lock of sys.stderr
-        if _on_stuck is not None:
-            _on_stuck(message)
+        if state.on_stuck is not None:
+            state.on_stuck(message)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()

@@ -181,7 +181,6 @@ class Links:
             try:
                 connection = socket.create_connection((machine.address or "", machine.port), CONNECT_SECONDS)
                 connection.sendall(f"{token} {own.first}".encode())
-                break
             except OSError as error:
                 if tries == WARN_SECONDS // CONNECT_SECONDS:
                     self._warn(
@@ -189,9 +188,10 @@ class Links:
                         f"({error.strerror or error}): if that machine fails, it is noticed after training.ddp_timeout "
                         "only. Allow all ports between the machines."
                     )
+            else:
+                return self._wait_for_end(connection, machine)
             if self._closed.wait(CONNECT_SECONDS):
-                return
-        self._wait_for_end(connection, machine)
+                return None
 
     def _wait_for_end(self, connection: socket.socket, machine: Machine) -> None:
         why = ""

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
@@ -458,3 +459,38 @@ def test_the_command_reports_the_mix_of_the_steps(tmp_path: Path, monkeypatch: p
         found[packing] = json.loads((tmp_path / "r.json").read_text())["batch_mix"]
         assert found[packing]["sd_of_step_mean_length"] < 1.2 * found[packing]["sd_random_order"]
     assert found["false"]["documents_per_step"] == 4 < found["true"]["documents_per_step"]
+
+
+POOL = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from finetune.data import prepare
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context, initializer=prepare.start_worker) as pool:
+        found = {pool.submit(os.getpid).result() for _ in range(2)}
+        print("started", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_workers_of_the_data_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "pool.py")],
+        stdout=subprocess.PIPE, text=True, env=launch.environment(tmp_path), cwd=tmp_path,
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stdout.readline() == "started\n"
+        workers = [
+            child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
+        ]
+        process.kill()
+        assert workers
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            for worker in workers:
+                worker.kill()
+            raise

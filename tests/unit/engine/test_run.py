@@ -103,7 +103,7 @@ def test_a_signal_while_a_failure_is_recorded_waits(
 
     def look_and_write(path: Path, content: dict[str, Any]) -> None:
         if content.get("status") == "failed":
-            deferred.append(interrupt._deferred)
+            deferred.append(interrupt.state.deferred)
         write(path, content)
 
     def fail(trainer: Any) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from finetune.runtime.ranks import interrupt, launcher
@@ -23,10 +22,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, no signal so far, and this process' handlers afterwards."""
     for name in (launcher.PARENT, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    state = {"_deferred": 0, "_requested_at": None, "_reason": "", "_launcher": None, "_launcher_end_handled": False}
-    state |= {"_busy": 0, "_steps": 0, "_longest_step": 0.0, "_progress_at": 0.0}
-    for name, value in state.items():
-        monkeypatch.setattr(interrupt, name, value)
+    monkeypatch.setattr(interrupt, "state", interrupt.State())
     monkeypatch.setattr(interrupt, "drop_closed_output", lambda: None)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
@@ -38,50 +34,16 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def send(number: int) -> None:
-    interrupt._on_signal(number, None)
-
-
-def test_a_shell_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run under nohup outlives its shell, whatever that has exported."""
-    assert launcher.find() is None and launcher.launch_id() is None
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setenv(launcher.PARENT, str(os.getppid() + 1))  # of a command that started the shell
-    assert launcher.find() is None
-
-
-def test_launchers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = os.getppid()
-    monkeypatch.setenv(launcher.PARENT, str(parent))
-    assert launcher.find() == parent
-    monkeypatch.delenv(launcher.PARENT)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert launcher.find() == parent
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    argv = ["python", "/bin/accelerate", "launch", "--cpu", "-m", "finetune.train"]
-    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(cmdline=lambda: argv))
-    assert launcher.find() == parent and launcher.accelerate_arguments() == ["--cpu", "-m", "finetune.train"]
-
-
-def test_two_launches_with_one_run_id_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's default run id is `none`, and job scripts number their processes alike."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    first = launcher.launch_id()
-    launcher.launch_id.cache_clear()
-    assert first == launcher.launch_id() and first
-    started = psutil.Process(os.getppid()).create_time() + 60
-    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(create_time=lambda: started))
-    launcher.launch_id.cache_clear()
-    assert first != launcher.launch_id()
+    interrupt.on_signal(number, None)
 
 
 def test_the_end_of_the_launcher_after_ctrl_c_is_no_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late: a busy launcher takes its time. A third signal is one."""
-    monkeypatch.setattr(interrupt, "_launcher", os.getppid())
+    interrupt.state.launcher = os.getppid()
     with interrupt.deferred():
         send(signal.SIGINT)
         assert interrupt.requested() and interrupt.reason() == "SIGINT"
-        monkeypatch.setattr(interrupt, "_requested_at", time.monotonic() - 60)
+        interrupt.state.requested_at = time.monotonic() - 60
         monkeypatch.setattr(launcher, "is_gone", lambda parent: True)
         send(signal.SIGTERM)
         assert interrupt.reason() == "SIGINT"
@@ -91,7 +53,7 @@ def test_the_end_of_the_launcher_after_ctrl_c_is_no_second_ctrl_c(monkeypatch: p
 
 def test_the_reason_is_the_launcher_even_if_its_threads_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getppid()
-    monkeypatch.setattr(interrupt, "_launcher", parent)
+    interrupt.state.launcher = parent
     with interrupt.deferred():
         send(signal.SIGTERM)  # the kernel's, when the main thread has ended
         assert interrupt.reason() == "SIGTERM"
@@ -113,7 +75,7 @@ def test_nohup_is_respected() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     interrupt.install()
-    assert signal.getsignal(signal.SIGHUP) is interrupt._on_signal
+    assert signal.getsignal(signal.SIGHUP) is interrupt.on_signal
 
 
 def test_output_whose_reader_has_ended_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +98,7 @@ def test_steps_and_saving_take_their_time_after_a_request_to_stop(monkeypatch: p
         """How many seconds from now a process that was asked to stop now is ended."""
         nonlocal now
         began = now
-        while interrupt._idle_beyond_limit(began) is None:
+        while interrupt.idle_beyond_limit(began) is None:
             now += 1
         seconds, now = int(now - began), began
         return seconds
@@ -152,15 +114,15 @@ def test_steps_and_saving_take_their_time_after_a_request_to_stop(monkeypatch: p
         assert ends_after() == 60  # the first step, which compiled, is no measure
         with interrupt.busy():
             now += 1000
-            assert interrupt._idle_beyond_limit(now - 1000) is None
-        assert interrupt._idle_beyond_limit(now - 1000) is None  # it has just got on
+            assert interrupt.idle_beyond_limit(now - 1000) is None
+        assert interrupt.idle_beyond_limit(now - 1000) is None  # it has just got on
         now += 3
         interrupt.step_ended()
         assert ends_after() == 60  # saving is no part of a step
     assert ends_after() == 25
     with interrupt.finishing():
         now += 1000
-        assert interrupt._idle_beyond_limit(now - 1000) is None
+        assert interrupt.idle_beyond_limit(now - 1000) is None
 
 
 # The main thread never returns to the interpreter, as in a collective that waits for a rank that is stuck.
@@ -178,6 +140,8 @@ with interrupt.deferred():
     print("ready", flush=True)
     lock(mutex)
 """
+
+
 FORKED = """if interrupt.os.fork() == 0:
         interrupt.os.kill(interrupt.os.getpid(), 15)
         interrupt.os._exit(0)
@@ -213,6 +177,8 @@ from finetune.runtime import subprocesses
 process = subprocesses.start([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
 process.wait()
 """
+
+
 RANK = """
 import os, signal
 from finetune.runtime.ranks import interrupt, launcher
@@ -221,9 +187,15 @@ interrupt.install()
 print(os.getpid(), flush=True)
 {work}
 """
+
+
 STOPS = "try:\n    signal.pause()\nexcept interrupt.Interrupted:\n    raise SystemExit(130)"
+
+
 STUCK = "while True:\n    try:\n        signal.pause()\n    except BaseException:\n        pass"  # as libraries do
-POLLED = "launcher.signal_at_end_of = lambda parent: None; launcher._libc.prctl(1, 0, 0, 0, 0)"
+
+
+POLLED = "launcher.signal_at_end_of = lambda parent: None; import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal")
@@ -274,38 +246,3 @@ def test_a_forked_worker_ends_at_its_first_signal(tmp_path: Path) -> None:
         command, capture_output=True, text=True, env=launch.environment(tmp_path), timeout=60, check=True
     )
     assert done.stdout == f"{-signal.SIGTERM}\n"
-
-
-POOL = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from finetune.data import prepare
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context, initializer=prepare.start_worker) as pool:
-        found = {pool.submit(os.getpid).result() for _ in range(2)}
-        print("started", flush=True)
-        time.sleep(600)
-"""
-
-
-@pytest.mark.process
-def test_workers_of_the_data_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "pool.py").write_text(POOL)
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "pool.py")],
-        stdout=subprocess.PIPE, text=True, env=launch.environment(tmp_path), cwd=tmp_path,
-    ) as process:  # fmt: skip
-        assert process.stdout and process.stdout.readline() == "started\n"
-        workers = [
-            child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
-        ]
-        process.kill()
-        assert workers
-        try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            for worker in workers:
-                worker.kill()
-            raise
