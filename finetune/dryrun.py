@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune.config import Batch, Config, fixing_arguments, resolve_batch
+from finetune.config import Batch, Config, fixed_batch_arguments, resolve_batch
 from finetune.engine import preflight, report, session
 from finetune.engine.checkpoint import checkpoints, resume
 from finetune.engine.model import read_ahead
@@ -104,8 +104,8 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = preflight.base_folder(config)
-        layers = slices.layers_of(folder) if folder is not None else None
-        if folder is not None and layers is not None and slices.counts(layers) is not None:
+        layers = slices.layer_count(folder) if folder is not None else None
+        if folder is not None and layers is not None and slices.slice_layers(layers) is not None:
             return in_slices(config, folder, layers, world)
     collectives = None
     if devices is None:
@@ -129,20 +129,20 @@ def of_script(words: list[str], json: Path | None, devices: int | None = None) -
     gpus = strategy.visible_gpus() if devices is None else devices  # before the script's trainer hides all but one
     collectives = check_collectives(gpus) if devices is None else None
 
-    def of_trainer(trainer: Any) -> int:
+    def from_trainer(trainer: Any) -> int:
         from finetune.measure import trial
 
-        world, job = trainer.take_batch_of(gpus), trainer.job
+        world, job = trainer.take_launch_batch(gpus), trainer.job
         # A run moves the files of an earlier one aside.
         config = replace(job.config, json=json, training=replace(job.config.training, overwrite_output_dir=True))
         build = functools.partial(trial.prepare, build=trainer.build_trial)
         return measure(config, world, collectives, lambda: job, build)
 
-    def of_configuration(config: Config, hooks: Hooks) -> int:
+    def from_configuration(config: Config, hooks: Hooks) -> int:
         return run(replace(config, json=json), hooks, devices)
 
     try:
-        return scripts.run(words, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+        return scripts.run(words, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
     except Exception as error:
         if not _full(error):
             raise
@@ -215,7 +215,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     from finetune.measure import measurements
-    from finetune.measure.trial import WORST_STEPS, holds_its_state, saved_bytes, saved_bytes_without_checkpointing
+    from finetune.measure.trial import WORST_STEPS, saved_bytes, saved_bytes_without_checkpointing, training_state_fits
 
     trainer, logger = trial.trainer, trial.logger
     full = None
@@ -235,7 +235,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
             raise
         full = str(error)  # not the error itself: its frames keep the memory allocated
     if full is not None:
-        if not holds_its_state(trial.trainer):
+        if not training_state_fits(trial.trainer):
             reason = (
                 "weights, gradients and optimizer state fill the device before any row is processed; "
                 "`finetune advise` searches for settings that fit."
@@ -250,7 +250,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
     saved = None
     if kept is None:  # slices are of no other run
-        saved = measurements.keep(measured)  # before the search, which may end badly
+        saved = measurements.save(measured)  # before the search, which may end badly
     sizes = search(trial, world, start=trial.job.batch.per_device)
     check_reload(trainer, folder / "saved")
     results |= {
@@ -325,21 +325,21 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     from finetune.engine.sharding import shard  # they import torch
     from finetune.measure.measurements import Measurement
 
-    cut = slices.counts(layers)
-    sizes = sharding.sizes(folder)
+    cut = slices.slice_layers(layers)
+    sizes = sharding.read_sizes(folder)
     assert cut is not None
     if sizes is None:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
     config = master_weights.decided(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
-    fixing = fixing_arguments(config.training, world, config.data)
-    target, given = strategy.given_command()
+    fixing = fixed_batch_arguments(config.training, world, config.data)
+    target, given = strategy.training_command()
     given = _for_training(given)
     reports = []
     with tempfile.TemporaryDirectory(prefix="slices-") as place:
         for count in cut:
-            model = slices.write(folder, count, Path(place) / f"{count}-layers")
+            model = slices.write_slice(folder, count, Path(place) / f"{count}-layers")
             with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
                 changed = {
                     "model.model_name_or_path": model,
@@ -348,7 +348,7 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
                 }
                 settings = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
                 reports.append(
-                    subprocess_dry_run.report_of(
+                    subprocess_dry_run.run(
                         target,
                         [*given, *settings, *fixing, "--dry-run"],
                         on_gpu=bool(strategy.visible_gpus()),
@@ -367,10 +367,10 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
     once = shard.would_reduce_once(config)
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
-    found = slices.sharded(few, more, saved, all_saved, cut, layers, config, sizes, once)
+    found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
     result = sharded_result(found, tokens, world)
-    result["measurement_file"] = str(slices.keep(found))
+    result["measurement_file"] = str(slices.save(found))
     print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
 
@@ -530,8 +530,8 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     attempts = micro_batch.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
     if not attempts:
         return {"attempts": [], "reason": f"not searched, because {LIMIT_SECONDS / 60:.0f} minutes were over"}
-    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_share(job, world), allowed)
-    measurements.keep_sizes(measurements.facts(job), found)  # a run takes the fastest of them
+    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_token_share(job, world), allowed)
+    measurements.save_sizes(measurements.facts(job), found)  # a run takes the fastest of them
     return found
 
 
@@ -727,7 +727,7 @@ def launch_line(world: int) -> str:
     """The command that launches the real run on `world` devices with the given arguments."""
     import torch
 
-    target, given = strategy.given_command()
+    target, given = strategy.training_command()
     if scripts.command() is None:  # a script's arguments are its own
         given = _for_training(given)
     launcher = launch_lines.shown(world, on_cpu=not torch.cuda.is_available())

@@ -42,8 +42,8 @@ def _run(argv: list[str]) -> int:
 
     began, gpus = time.perf_counter(), strategy.visible_gpus()  # the script's own process will see one
 
-    def of_trainer(trainer: Any) -> int:
-        trainer.take_batch_of(gpus)
+    def from_trainer(trainer: Any) -> int:
+        trainer.take_launch_batch(gpus)
         job = trainer.job
         held_out = job.eval_layout or {}
         named = held_out if isinstance(held_out, Mapping) else {"": held_out}
@@ -51,10 +51,10 @@ def _run(argv: list[str]) -> int:
         show(job.data, {"train": job.layout, **layouts}, job.plan(), job.tokenizer, began, options.json)
         return DONE
 
-    def of_configuration(config: Config, hooks: Hooks) -> int:
+    def from_configuration(config: Config, hooks: Hooks) -> int:
         return run(config, options.json, hooks)
 
-    return scripts.run(script, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+    return scripts.run(script, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
 
 
 def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> int:

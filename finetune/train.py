@@ -47,12 +47,12 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
     read_ahead.start(config)
     strategy.apply(config)
     config, demo = session.with_demo(config)
-    door = ByConfiguration(demo, parity_dump, without, hooks)
+    door = ConfigurationRun(demo, parity_dump, without, hooks)
     outcome = story.run(door, config, RunRecord(Path(config.training.output_dir)))
     return INTERRUPTED if outcome.stopped else DONE
 
 
-class ByConfiguration(story.Door):
+class ConfigurationRun(story.Door):
     """The front door of a configuration: it loads everything, and its end is that of the process."""
 
     resume_with = "--training.resume_from_checkpoint true"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, fixed, fixing_arguments, resolve_batch
+from finetune.config import Config, fixed_batch_arguments, resolve_batch, with_fixed_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
@@ -15,7 +15,7 @@ from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_
 from finetune.runtime.options import Options, count, counts, path, price
 
 if TYPE_CHECKING:
-    from finetune.advise.candidates import Bench, Improvement, Tried
+    from finetune.advise.candidates import DryRunner, DryRunResult, Improvement
     from finetune.advise.launch import LaunchPlan
     from finetune.advise.verdict import Row
     from finetune.measure.predict import Curve, Work
@@ -79,30 +79,32 @@ def run(argv: list[str]) -> int:
     """
     options, rest, script = parse(argv)
     if options.model is not None:
-        return on_dense_model(options, [*rest, *script])
+        return advise_dense_model(options, [*rest, *script])
     if script:
-        return on_script(script, options)
+        return advise_script(script, options)
     config = load_config(rest, command="advise")
     if options.rules:
-        return by_rules(config, options, strategy.visible_gpus())
-    from finetune.advise.candidates import Bench
+        return advise_by_rules(config, options, strategy.visible_gpus())
+    from finetune.advise.candidates import DryRunner
     from finetune.advise.machine import devices_here
 
     machine, given = inspect_machine(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
     # All numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched = strategy.largest_world(config, devices_here(machine))
-    bench = Bench(arguments=[*rest, *fixing_arguments(config.training, launched, config.data)], cpu_cores=cores)
-    given_config, config = config, replace(config, training=fixed(config.training, launched, config.data))
+    bench = DryRunner(
+        arguments=[*rest, *fixed_batch_arguments(config.training, launched, config.data)], cpu_cores=cores
+    )
+    given_config, config = config, replace(config, training=with_fixed_batch(config.training, launched, config.data))
     base = bench.try_out(())
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    advice, plan = advise_configuration(config, options, machine, bench, base, given)
     write(given_config, options, machine, advice, plan)
     return DONE
 
 
-def on_script(script: list[str], options: argparse.Namespace) -> int:
+def advise_script(script: list[str], options: argparse.Namespace) -> int:
     """The same for a script: its first dry run reports the configuration.
 
     Args:
@@ -111,12 +113,12 @@ def on_script(script: list[str], options: argparse.Namespace) -> int:
     scripts.check(script[0])
     if options.rules:
         return rules_of_script(script, options)
-    from finetune.advise.candidates import Bench
+    from finetune.advise.candidates import DryRunner
     from finetune.advise.machine import devices_here
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
-    bench = Bench(arguments=[], cpu_cores=cores, script=script, devices=here)
+    bench = DryRunner(arguments=[], cpu_cores=cores, script=script, devices=here)
     base = bench.try_out(())
     if base.config is None:  # of a script that has filled the GPU before its training
         print_line(f"NO: {base.reason}", style="red")
@@ -133,12 +135,12 @@ def on_script(script: list[str], options: argparse.Namespace) -> int:
         bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
         training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
     else:
-        bench.arguments = fixing_arguments(training, launched, config.data)
-        training = fixed(training, launched, config.data)
+        bench.arguments = fixed_batch_arguments(training, launched, config.data)
+        training = with_fixed_batch(training, launched, config.data)
     config = replace(config, training=training)
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    advice, plan = advise_configuration(config, options, machine, bench, base, given)
     write(None if bench.trainer else config, options, machine, advice, plan)
     return DONE
 
@@ -147,12 +149,15 @@ def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
     """Apply the rule set to a script, which runs up to its training."""
     gpus = strategy.visible_gpus()
 
-    def of_trainer(trainer: Any) -> int:
-        trainer.take_batch_of(gpus)
-        return by_rules(trainer.job.config, options, gpus)
+    def from_trainer(trainer: Any) -> int:
+        trainer.take_launch_batch(gpus)
+        return advise_by_rules(trainer.job.config, options, gpus)
 
     return scripts.run(
-        script, scripts.Answer(trainer=of_trainer, configuration=lambda config, hooks: by_rules(config, options, gpus))
+        script,
+        scripts.Answer(
+            trainer=from_trainer, configuration=lambda config, hooks: advise_by_rules(config, options, gpus)
+        ),
     )
 
 
@@ -204,12 +209,12 @@ def compare(
     return rows, chosen, connecting
 
 
-def on_configuration(
+def advise_configuration(
     config: Config,
     options: argparse.Namespace,
     machine: Hardware,
-    bench: Bench,
-    base: Tried,
+    bench: DryRunner,
+    base: DryRunResult,
     given: Mapping[int, Curve],
 ) -> tuple[dict[str, Any], LaunchPlan]:
     """Find better settings, predict the world sizes, choose one, and print all of it."""
@@ -218,9 +223,9 @@ def on_configuration(
 
     assert base.measured is not None
     better = [] if options.as_given else candidates.improvements(config, bench, base)
-    faster = candidates.applied(bench, better)
+    faster = candidates.choose_changes(bench, better)
     worlds = world_sizes(options, devices_here(machine), given)
-    measured = candidates.measured_for(config, bench, base.measured, faster, worlds)
+    measured = candidates.measure_at_world_sizes(config, bench, base.measured, faster, worlds)
     found = {w: one if isinstance(one, str) else one.work(w) for w, one in measured.items()}
     rows, chosen, connecting = compare(found, options, machine, given)
     size, others = candidates.split_size(faster)
@@ -233,13 +238,13 @@ def on_configuration(
     advice = {
         "kind": "advice",
         "world_size": chosen.world_size,
-        "reason": verdict.in_a_sentence(chosen, rows),
+        "reason": verdict.decision_sentence(chosen, rows),
         "when": one.when,
         "device": machine.name,
         "environment": plan.environment,
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
-        "improvements": [improved(one, faster, bench) for one in better],
+        "improvements": [improvement_entry(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [
@@ -253,7 +258,7 @@ def on_configuration(
     return advice, plan
 
 
-def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
+def advise_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     """Advise on a dense model of the study instead of a configuration. There is no launch line."""
     from finetune.advise import dense, report, verdict
     from finetune.advise.machine import devices_here
@@ -265,7 +270,7 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
         )
     if rest:
         raise UserError(f"--model replaces the configuration, but one was given: {' '.join(rest)}. Remove one of them.")
-    job = dense.chosen(options.model, options.batch)
+    job = dense.choose_model(options.model, options.batch)
     machine, given = inspect_machine(options)
     found = dense.candidates(job, world_sizes(options, devices_here(machine), given), machine)
     rows, chosen, connecting = compare(found, options, machine, given)
@@ -274,7 +279,7 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
         "model": options.model,
         "global_batch_size": job.global_batch_size,
         "world_size": chosen.world_size,
-        "reason": verdict.in_a_sentence(chosen, rows),
+        "reason": verdict.decision_sentence(chosen, rows),
         "device": machine.name,
         "launch": None,
         "rows": [row.to_dict() for row in rows],
@@ -294,7 +299,7 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     return DONE
 
 
-def improved(one: Improvement, faster: Sequence[str], bench: Bench) -> dict[str, Any]:
+def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner) -> dict[str, Any]:
     """One better setting, for the report."""
     change = one.change
     return {
@@ -322,7 +327,9 @@ def write(
         write_json(options.json, advice)
 
 
-def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
+def does_not_fit(
+    config: Config, options: argparse.Namespace, bench: DryRunner, base: DryRunResult, machine: Hardware
+) -> int:
     """Report what would make the configuration fit. There is no launch line."""
     print_line(f"NO: {base.reason}", style="red")
     if not base.full:
@@ -346,13 +353,17 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     if machine.device == "cuda" and bench.trainer:
         text += " A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
     elif machine.device == "cuda":
-        sharded, settings = shards(config, machine)
+        sharded, settings = sharding_advice(config, machine)
         if settings is not None:
             rows = bench.try_out(["--training.strategy", "shard"]).sharded
-            sharded, settings = with_measured(sharded, settings, rows)
+            sharded, settings = add_measured_sharding(sharded, settings, rows)
         text += f" {sharded}"
         content["shard"] = settings
-        if result is None and settings is not None and (reason := keep_sharding(config, machine, settings, names)):
+        if (
+            result is None
+            and settings is not None
+            and (reason := save_sharding_advice(config, machine, settings, names))
+        ):
             text += f" training.strategy: auto will shard it on this machine, because {reason}."
     print_line(text)
     if options.json:
@@ -362,17 +373,17 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     return FAILED
 
 
-def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
+def sharding_advice(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
     """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
     from finetune.advise.machine import devices_here
     from finetune.engine import preflight
     from finetune.engine.optimizer import master_weights
     from finetune.measure import sharding
 
-    if (why := sharding.why_not(config)) is not None:
+    if (why := sharding.why_not_sharded(config)) is not None:
         return f"It cannot be sharded (training.strategy: shard): {why}", None
     folder = preflight.base_folder(config)
-    found = sharding.sizes(folder) if folder is not None else None
+    found = sharding.read_sizes(folder) if folder is not None else None
     if found is None or machine.memory_gib is None:
         return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
     here = devices_here(machine)
@@ -394,7 +405,7 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
     return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "gib_by_world_size": rows, "flags": flags}
 
 
-def with_measured(
+def add_measured_sharding(
     text: str, settings: dict[str, Any], rows: list[dict[str, Any]] | None
 ) -> tuple[str, dict[str, Any] | None]:
     """What `shards` returns, completed by a dry run on slices of the model: memory with activations, and step times.
@@ -417,7 +428,7 @@ def with_measured(
     return text, settings | measured
 
 
-def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
+def save_sharding_advice(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
     """Write the advice that `training.strategy: auto` follows for a model that nothing else makes fit. Returns the
     reason; None, and no advice, if this machine cannot do it.
 
@@ -454,7 +465,7 @@ def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any]
     return reason
 
 
-def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
+def advise_by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
     """Apply the rule set only."""
     count = None
     if not config.demo:

@@ -34,7 +34,7 @@ class Dense:
         return Gradients(sizes=tuple(sizes))
 
 
-def chosen(name: str, global_batch_size: int | None) -> Dense:
+def choose_model(name: str, global_batch_size: int | None) -> Dense:
     """The model with this name and global batch size; if none is given, the largest that the study has for it.
 
     Raises:

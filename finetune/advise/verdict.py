@@ -84,7 +84,7 @@ def rows(
             continue
         work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
         row = _row(world, work, curve, source, here, price_per_gpu_hour)
-        found.append(_against(one, row, work, price_per_gpu_hour))
+        found.append(_compared_with_one(one, row, work, price_per_gpu_hour))
     return found
 
 
@@ -105,7 +105,7 @@ def _row(world: int, work: Work, curve: Curve | None, source: str | None, here: 
     )
 
 
-def _against(one: Row, row: Row, work: Work, price: float | None) -> Row:
+def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> Row:
     """The row with its comparison to one device."""
     assert one.prediction and row.prediction
     several, single = row.prediction, one.prediction
@@ -154,7 +154,7 @@ def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
     return min(candidates, key=_end, default=None)
 
 
-def in_a_sentence(chosen: Row, found: Sequence[Row]) -> str:
+def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
     """The decision and its reason."""
     if chosen.world_size > 1:
         return f"{counted(chosen.world_size, 'device')}: {chosen.reason}"

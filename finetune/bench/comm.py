@@ -54,7 +54,7 @@ def measure(
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
-    return _described(found, world_size, machine, environment)
+    return _complete(found, world_size, machine, environment)
 
 
 def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str
     found = comm_rank.measure(request | {"progress": False})
     hosts = multinode.hosts()
     process_group.finish()
-    return _described(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
+    return _complete(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
 
 
-def _described(
+def _complete(
     found: dict[str, Any], world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """A result of `comm_rank.measure` with bandwidths and conditions."""
@@ -86,7 +86,7 @@ def _described(
         "kind": "comm",
         "world_size": world_size,
         "backend": found["backend"],
-        "environment": in_effect(environment),
+        "environment": communication_environment(environment),
         "hardware": machine.to_dict(),
         "conditions": conditions.describe(before, after, machine),
         "collectives": found["collectives"],
@@ -117,7 +117,7 @@ def check_world(world_size: int, machine: Hardware, *, least: int = 1) -> None:
         )
 
 
-def in_effect(environment: Mapping[str, str] | None) -> dict[str, str]:
+def communication_environment(environment: Mapping[str, str] | None) -> dict[str, str]:
     """Environment variables of the ranks that affect communication."""
     env = {**launch.DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
     shown = ("NCCL_", "GLOO_", "TORCH_NCCL_")

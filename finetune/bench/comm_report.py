@@ -13,7 +13,7 @@ from finetune.bench.launch import choose_world_sizes
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
-from finetune.measure.protocol import apart
+from finetune.measure.protocol import intervals_disjoint
 from finetune.runtime.command import console, print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import in_words, settings
@@ -73,7 +73,7 @@ def across_machines(options: argparse.Namespace, rest: list[str]) -> dict[str, A
         )
     found = comm.measure_here(options.sizes, options.runs, options.steps)
     if me.is_local_main and options.sizes is None:
-        measurements.keep_comm(found, found["hardware"]["name"])
+        measurements.save_comm(found, found["hardware"]["name"])
     found |= {"variant": counted(found["machines"], "machine"), "gradient_buckets": []}
     show(found)
     return found
@@ -96,7 +96,7 @@ def measure(
         machine=machine,
     )
     if options.sizes is None:  # a complete curve, which predictions for this machine use
-        measurements.keep_comm(found, machine.name)
+        measurements.save_comm(found, machine.name)
     return found | {"variant": variant.name, "gradient_buckets": sent}
 
 
@@ -166,7 +166,7 @@ def compare(runs: list[dict[str, Any]]) -> None:
 def factor(base: dict[str, Any], row: dict[str, Any]) -> str:
     """Speed relative to `base`; "=" if the difference is within the intervals."""
     one, other = base["seconds"], row["seconds"]
-    if not apart(one["ci95"], other["ci95"]):
+    if not intervals_disjoint(one["ci95"], other["ci95"]):
         return "="
     return f"{one['median'] / other['median']:.2f} x"
 

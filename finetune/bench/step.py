@@ -21,7 +21,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     """Measure every world size. Yields the content of `--json`: {"kind": "step", "runs": [...]}."""
     config = load(rest, command="bench")
     machine = survey()
-    world_sizes = dividing(
+    world_sizes = fitting_world_sizes(
         config, choose_world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes)
     )
     for world in world_sizes:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
         timeline.write(options.out / "step.png", "Training step by rank", bars(runs))
 
 
-def dividing(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list[int]:
+def fitting_world_sizes(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list[int]:
     """The world sizes that divide the global batch evenly.
 
     Raises:
@@ -95,7 +95,7 @@ def measure(
         "kind": "step",
         "world_size": world_size,
         "hardware": machine.to_dict(),
-        "environment": comm.in_effect(environment),
+        "environment": comm.communication_environment(environment),
         "conditions": conditions.describe([one[0] for one in states], [one[-1] for one in states], machine),
         **found,
         "tokens_per_second_per_gpu": found["tokens_per_step"] / step / world_size,

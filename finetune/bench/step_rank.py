@@ -26,7 +26,7 @@ def run(folder: Path) -> int:
     """Train for as many steps as requested; rank 0 writes the result."""
     request = json.loads((folder / REQUEST).read_text())
     with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
-        config = short(load(request["arguments"], command="bench"), request, out)
+        config = shortened(load(request["arguments"], command="bench"), request, out)
         result = measure(config, request, Path(out))
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)
@@ -34,7 +34,7 @@ def run(folder: Path) -> int:
     return DONE
 
 
-def short(config: Config, request: dict[str, Any], out: str) -> Config:
+def shortened(config: Config, request: dict[str, Any], out: str) -> Config:
     """The configuration limited to the measured steps: no checkpoints, evaluation or samples."""
     total = request["runs"] * (request["warm_up"] + request["steps"])
     training = replace(

@@ -15,7 +15,7 @@ PROFILED = 3  # steps traced by torch's profiler on a GPU
 
 
 class WindowTimer(PhaseTimer):
-    """A timer beside the run's own; transformers warns of two callbacks of one class."""
+    """A timer in addition to the run's own; transformers warns of two callbacks of one class."""
 
 
 class Windows(TrainerCallback):

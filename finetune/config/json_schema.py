@@ -56,8 +56,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    # The loader takes a former name in any section: max_seq_length was an argument of the model, too.
-    keys = {name: _former(now) for name, now in arguments.former().items() if name not in arguments.REFUSED}
+    # The loader takes a former name in any section: max_seq_length was also an argument of the model.
+    keys = {name: _former(now) for name, now in arguments.former_names().items() if name not in arguments.REFUSED}
     keys |= {name.partition(".")[2]: _key(name) for name in KEYS if name.startswith(f"{section}.")}
     return {
         "description": (SECTIONS[section].__doc__ or "").splitlines()[0],

@@ -192,7 +192,9 @@ def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             problems.add(f"{FINETUNE} `{pair}`: {_unknown('', section, _nearest(section))}")
         elif not text:
             problems.add(f"{FINETUNE} `{pair}`: expected section.key=value, such as training.learning_rate=1e-4.")
-        elif _annotation(setting.section, setting.key) is not None and (why := arguments.not_of_script(setting.name)):
+        elif _annotation(setting.section, setting.key) is not None and (
+            why := arguments.why_not_in_script(setting.name)
+        ):
             problems.add(f"{FINETUNE} {setting.name}: {why}.")
         elif (checked := _check(setting, problems)) is not None:
             values[setting.name] = checked[0]
@@ -208,7 +210,7 @@ def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
     """A setting by a former name of SFTConfig, under the name that it has now; None if it has no effect today."""
-    now = arguments.former().get(setting.key)
+    now = arguments.former_names().get(setting.key)
     if now is None or setting.name in KEYS or setting.section not in SECTIONS or setting.key in arguments.REFUSED:
         return setting
     if not now:
@@ -231,11 +233,11 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
 def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
     """Set our key for a name of SFTConfig that means the same. One on the command line outranks one in the file."""
     value = _value_of(setting)
-    found = arguments.same_as(setting.key, value)
+    found = arguments.key_set_by(setting.key, value)
     if found is None:
-        kept = arguments.row(setting.key).is_kept(value) or arguments.excluded(setting.key, value) is not None
+        kept = arguments.row(setting.key).is_kept(value) or arguments.key_excluded_by(setting.key, value) is not None
         if not kept:
-            problems.add(f"{setting}: {_not_taken(setting.key)}", setting.name)
+            problems.add(f"{setting}: {_why_not_accepted(setting.key)}", setting.name)
         return
     target, ours = found
     section, _, key = target.partition(".")
@@ -255,7 +257,7 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
     values[target], origin[target] = ours, setting
 
 
-def _not_taken(key: str) -> str:
+def _why_not_accepted(key: str) -> str:
     """What is wrong with a value under a name of SFTConfig of which only some values are taken, and what to do."""
     instead, taken = arguments.REFUSED[key], arguments.values(key)
     if taken is None:
@@ -268,7 +270,7 @@ def _not_taken(key: str) -> str:
 
 def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
     """Report a name of SFTConfig whose value excludes what our key is set to."""
-    found = arguments.excluded(setting.key, _value_of(setting))
+    found = arguments.key_excluded_by(setting.key, _value_of(setting))
     if found is None:
         return
     target, excluded = found
@@ -361,7 +363,7 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
             options[name] = text
         elif not key:
             known = ["--config", "--json", *(["--dry-run"] if command == "train" else [])]
-            option, nearest = _most_alike(token.partition("=")[0], known), _nearest(section)
+            option, nearest = _closest(token.partition("=")[0], known), _nearest(section)
             text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
             problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {text}", nearest)
         elif has_value:
@@ -414,7 +416,7 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
         if section not in SECTIONS:
             # Its keys are not read, so no rule may report that one of them is missing.
             is_section = isinstance(content, dict)
-            nearest = _most_alike(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
+            nearest = _closest(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
             touched = [name for name in KEYS if nearest in (name, name.partition(".")[0])]
             problems.add(f"{path}:{line}: `{cut(section)}`: {_unknown('', str(section), nearest)}", *touched)
         elif isinstance(content, dict):
@@ -456,7 +458,7 @@ def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) 
     except (NotAllowed, *_NOT_YAML):
         problems.add(f"{shown}: {_wrong_type(setting, annotation)}", setting.name)
         return None
-    if why := _unusable(value):
+    if why := _why_unusable(value):
         problems.add(f"{shown}: {why}", setting.name)
         return None
     words, test = (KEYS[setting.name].metadata["allowed"] if setting.name in KEYS else None) or ("", None)
@@ -467,7 +469,7 @@ def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) 
         known = choices(setting.key)
         if value not in known:
             longer = next((name for name in known if name.startswith(f"{value}_")), None)
-            near = longer or _most_alike(str(value), known)
+            near = longer or _closest(str(value), known)
             nearest = f" Nearest is {near}." if near else ""
             problems.add(f"{shown}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None
@@ -514,7 +516,7 @@ def _wrong_type(setting: Setting, annotation: Any) -> str:
     return f"expected {expected}."
 
 
-def _unusable(value: Any) -> str | None:
+def _why_unusable(value: Any) -> str | None:
     """What no path, name or count can be, whatever its key; None for all other values."""
     texts = value if isinstance(value, list) else [value]
     if any(isinstance(text, str) and "\0" in text for text in texts):
@@ -549,21 +551,21 @@ def _unknown(section: str, key: str, nearest: str | None) -> str:
 def _nearest(key: str) -> str | None:
     """The known name that was most likely meant: that of another tool's name or the most similar key of any section."""
     names = {name.split(".")[1]: name for name in _known_names()} | arguments.FOREIGN
-    nearest = _most_alike(key, list(names))
+    nearest = _closest(key, list(names))
     return names[nearest] if nearest else None
 
 
 _CUTOFF = 0.6  # the default of difflib.get_close_matches
 
 
-def _most_alike(given: str, known: Sequence[str]) -> str | None:
+def _closest(given: str, known: Sequence[str]) -> str | None:
     if len(given) > 4 * max(map(len, known)):  # comparing them would take long, and find nothing
         return None
-    near = max(known, key=lambda name: _alike(name, given))
-    return near if _alike(near, given) >= _CUTOFF else None
+    near = max(known, key=lambda name: _similarity(name, given))
+    return near if _similarity(near, given) >= _CUTOFF else None
 
 
-def _alike(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower().replace("-", "_"), other.lower().replace("-", "_")).ratio()
 
 

@@ -346,7 +346,7 @@ class LoggingConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """The names in report_to beside TensorBoard, each once."""
+        """The names in report_to other than TensorBoard, each once."""
         names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
         return [name for name in dict.fromkeys(names) if name != "tensorboard"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.doctor import pinned_versions
-from finetune.doctor.inspect import Found, cut_batch, wants_cpu
+from finetune.doctor.inspect import Findings, divide_batch, wants_cpu
 from finetune.engine import session
 from finetune.engine.checkpoint import checkpoints
 from finetune.errors import UserError
@@ -24,14 +24,14 @@ NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb"
 Verdict = tuple[str, str] | None
 
 
-def judge(config: Config, found: Found) -> list[dict[str, str]]:
+def judge(config: Config, found: Findings) -> list[dict[str, str]]:
     """Run every check. The state "stop" means that a run would end there."""
     verdicts = {name: check(config, found) for name, check in CHECKS.items()}
     known = ((name, *one) for name, one in verdicts.items() if one is not None)
     return [{"name": name, "state": state, "reason": " ".join(reason.split())} for name, state, reason in known]
 
 
-def _ranks(config: Config, found: Found) -> Verdict:
+def _ranks(config: Config, found: Findings) -> Verdict:
     launcher, gpus = found["launcher"], len(found["devices"])
     if "error" in launcher:
         return "stop", launcher["error"]
@@ -43,7 +43,7 @@ def _ranks(config: Config, found: Found) -> Verdict:
     return "ok", f"{ranks} launched here, {gpus} possible"
 
 
-def _allowed_versions(config: Config, found: Found) -> Verdict:
+def _allowed_versions(config: Config, found: Findings) -> Verdict:
     """Whether the installed versions are in the allowed ranges. Extras that are not installed are ignored."""
     from packaging.requirements import Requirement
 
@@ -84,7 +84,7 @@ def _requirements() -> list[str] | None:
     return [*project["dependencies"], *extra]
 
 
-def _pinned_versions(config: Config, found: Found) -> Verdict:
+def _pinned_versions(config: Config, found: Findings) -> Verdict:
     """Whether the libraries have exactly the versions that `make install` installs."""
     versions, is_gpu = found["versions"], bool(found["devices"])
     pinned, file = (pinned_versions.GPU, "constraints-gpu.txt") if is_gpu else (pinned_versions.CPU, "constraints.txt")
@@ -96,7 +96,7 @@ def _pinned_versions(config: Config, found: Found) -> Verdict:
     return "ok", f"the versions of the project's {file}"
 
 
-def _stack(config: Config, found: Found) -> Verdict:
+def _stack(config: Config, found: Findings) -> Verdict:
     stack = found["stack"]
     if "error" in stack:
         return "stop", stack["error"]
@@ -107,7 +107,7 @@ def _stack(config: Config, found: Found) -> Verdict:
     )
 
 
-def _attention(config: Config, found: Found) -> Verdict:
+def _attention(config: Config, found: Findings) -> Verdict:
     """The kernels that a run on packs chooses from."""
     stack = found["stack"]
     if "error" in stack or stack["device"] == "cpu":
@@ -117,8 +117,8 @@ def _attention(config: Config, found: Found) -> Verdict:
     return "ok", f"torch's FlashAttention-2; FlashAttention-4: {stack['flash_4']}"
 
 
-def _layers(config: Config, found: Found) -> Verdict:
-    """The kernels of the layers, beside attention."""
+def _layers(config: Config, found: Findings) -> Verdict:
+    """The kernels of the layers other than attention."""
     stack = found["stack"]
     if "error" in stack or stack["device"] == "cpu":
         return None
@@ -129,7 +129,7 @@ def _layers(config: Config, found: Found) -> Verdict:
     return "ok", f"transformers' own; Liger: {stack['liger']}"
 
 
-def _devices(config: Config, found: Found) -> Verdict:
+def _devices(config: Config, found: Findings) -> Verdict:
     devices, unknown = found["devices"], found["unknown"]
     broken = [f"computing on GPU {device['index']}" for device in devices if not device["computes"]]
     if broken:
@@ -144,7 +144,7 @@ def _devices(config: Config, found: Found) -> Verdict:
     return "ok", f"no GPU: {why}; a run would use the CPU"
 
 
-def _gpu_memory(config: Config, found: Found) -> Verdict:
+def _gpu_memory(config: Config, found: Findings) -> Verdict:
     known = [device for device in found["devices"] if device["free_gib"] is not None]
     busy = [device for device in known if device["free_gib"] < BUSY_SHARE * device["memory_gib"]]
     said = [f"GPU {one['index']} has {one['free_gib']:.1f} of {one['memory_gib']:.1f} GiB free" for one in busy]
@@ -155,7 +155,7 @@ def _gpu_memory(config: Config, found: Found) -> Verdict:
     return ("ok", "free") if known else None
 
 
-def _like_gpus(config: Config, found: Found) -> Verdict:
+def _like_gpus(config: Config, found: Findings) -> Verdict:
     if len(found["devices"]) < 2:
         return None
     if found["differences"]:
@@ -163,7 +163,7 @@ def _like_gpus(config: Config, found: Found) -> Verdict:
     return "ok", "all alike"
 
 
-def _profile(config: Config, found: Found) -> Verdict:
+def _profile(config: Config, found: Findings) -> Verdict:
     """Whether `accelerate launch` works with its default profile. A command that names one ignores it."""
     profile, gpus = found["accelerate_profile"], len(found["devices"])
     if profile is None:
@@ -179,7 +179,7 @@ def _profile(config: Config, found: Found) -> Verdict:
     return "ok", f"{counted(total, 'process', 'processes')} on {counted(machines, 'machine')}"
 
 
-def _output(config: Config, found: Found) -> Verdict:
+def _output(config: Config, found: Findings) -> Verdict:
     training, path = config.training, Path(config.training.output_dir)
     try:
         if config.given:  # without a configuration, an earlier run in the default folder does not matter
@@ -192,21 +192,21 @@ def _output(config: Config, found: Found) -> Verdict:
     return "ok", "can be written, with room for a run's records"
 
 
-def _data_cache(config: Config, found: Found) -> Verdict:
+def _data_cache(config: Config, found: Findings) -> Verdict:
     cache = next(one for one in found["folders"] if one["name"] == "data cache")
     if not cache["writable"]:
         return "stop", f"{cache['path']} cannot be written; set data.cache_dir, or the variable FINETUNE_CACHE"
     return "ok", f"{cache['disk_free_gib']:.1f} GiB free"
 
 
-def _shared_memory(config: Config, found: Found) -> Verdict:
+def _shared_memory(config: Config, found: Findings) -> Verdict:
     shared = found["machine"]["shared_memory_gib"]
     if len(found["devices"]) < 2 or shared is None or shared >= SHARED_MEMORY_GIB:
         return None
     return "warning", f"/dev/shm has {shared:.2f} GiB, too little for NCCL; start the container with --shm-size=1g"
 
 
-def _triton_cache(config: Config, found: Found) -> Verdict:
+def _triton_cache(config: Config, found: Findings) -> Verdict:
     kind = next(one["file_system"] for one in found["folders"] if one["name"] == "Triton cache")
     if not found["devices"] or kind is None or not kind.startswith(NETWORK_FILE_SYSTEMS):
         return None
@@ -216,7 +216,7 @@ def _triton_cache(config: Config, found: Found) -> Verdict:
     )
 
 
-def _files(config: Config, found: Found) -> Verdict:
+def _files(config: Config, found: Findings) -> Verdict:
     if config.demo:
         return None
     try:
@@ -226,13 +226,13 @@ def _files(config: Config, found: Found) -> Verdict:
     return "ok", "all that must be on this machine is present"
 
 
-def _batch(config: Config, found: Found) -> Verdict:
+def _batch(config: Config, found: Findings) -> Verdict:
     """Whether the global batch can be divided among the launched ranks, or among some number of the GPUs here."""
     if config.demo:
         return None
     launched, most = found["launcher"].get("world_size", 1), max(len(found["devices"]), 1)
     possible = [launched] if launched > 1 else list(range(1, most + 1))
-    refused = {world: cut["refused"] for world in possible if "refused" in (cut := cut_batch(config, world))}
+    refused = {world: cut["refused"] for world in possible if "refused" in (cut := divide_batch(config, world))}
     if len(refused) == len(possible):
         return "stop", refused[possible[-1]]
     if possible[-1] in refused:
@@ -241,7 +241,7 @@ def _batch(config: Config, found: Found) -> Verdict:
     return "ok", f"exact on {counted(possible[-1], 'rank')}"
 
 
-def _4bit(config: Config, found: Found) -> Verdict:
+def _4bit(config: Config, found: Findings) -> Verdict:
     if not config.model.load_in_4bit:
         return None
     installed = found["versions"]["bitsandbytes"]
@@ -250,7 +250,7 @@ def _4bit(config: Config, found: Found) -> Verdict:
     return "ok", f"bitsandbytes {installed}"
 
 
-CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
+CHECKS: dict[str, Callable[[Config, Findings], Verdict]] = {
     "one device per rank": _ranks,
     "versions": _allowed_versions,
     "pinned versions": _pinned_versions,

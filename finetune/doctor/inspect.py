@@ -32,14 +32,14 @@ SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME",
 SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
 PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu", "mixed_precision")
 
-Found = dict[str, Any]  # what `examine` returns
-NO_DEVICES: Found = {  # if the subprocess that examines them dies
+Findings = dict[str, Any]  # what `examine` returns
+NO_DEVICES: Findings = {  # if the subprocess that examines them dies
     **{"devices": [], "topology": [], "topology_line": None, "differences": []},
     **{"driver_gpus": None, "versions": {}, "unknown": {}},
 }
 
 
-def examine(config: Config, launcher: dict[str, Any]) -> Found:
+def examine(config: Config, launcher: dict[str, Any]) -> Findings:
     """Everything the report contains, ready for JSON. What is unknown is None, with the reason under `unknown`."""
     from finetune.runtime import bootstrap
 
@@ -63,7 +63,7 @@ def examine(config: Config, launcher: dict[str, Any]) -> Found:
         "folders": _folders(config),
         "environment": environment(),
         "configuration": config.config_file,
-        "batch": [] if config.demo else [cut_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
+        "batch": [] if config.demo else [divide_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
         "unknown": unknown,
     }
 
@@ -113,7 +113,7 @@ _MARK = "finetune-doctor-answer "
 def answer(question: str, *arguments: str) -> None:
     """Run in a subprocess by `_ask`: print the answer on a separate line, after whatever the libraries have printed."""
     try:
-        found = {"devices": look_at_devices, "stack": start_stack}[question](*arguments)
+        found = {"devices": inspect_devices, "stack": start_stack}[question](*arguments)
     except Exception as error:  # whatever a broken installation raises belongs in the report
         found = {"error": describe(error)}
     sys.stdout.write(f"\n{_MARK}{json.dumps(found, default=str)}\n")
@@ -139,7 +139,7 @@ def start_stack(backend: str) -> dict[str, Any]:
     }
 
 
-def look_at_devices() -> dict[str, Any]:
+def inspect_devices() -> dict[str, Any]:
     """GPUs and the links between them, and whether each computes."""
     import torch
 
@@ -296,7 +296,7 @@ def _file_system(path: Path) -> str | None:
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
 
 
-def cut_batch(config: Config, world: int) -> dict[str, Any]:
+def divide_batch(config: Config, world: int) -> dict[str, Any]:
     """How the global batch is divided at a world size, or `refused`: why it cannot be."""
     try:
         return {"world_size": world} | asdict(resolve_batch(config.training, world, config.data))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from finetune.doctor.inspect import Found
+from finetune.doctor.inspect import Findings
 from finetune.redact import MASK, is_secret_name, redact_tree
 from finetune.runtime.command import new_console
 from finetune.text import counted
@@ -38,14 +38,14 @@ def without_secrets(found: Any) -> Any:
     return walk(redact_tree(walk(found)))
 
 
-def show(found: Found) -> None:
+def show(found: Findings) -> None:
     """The verdict first; in color on a terminal, plain lines elsewhere."""
     from rich.table import Table
     from rich.text import Text
 
     console = new_console(highlight=False, markup=False)
     if not console.is_terminal:
-        sys.stdout.write(plain(found))
+        sys.stdout.write(plain_text(found))
         return
     colors = {"stop": "red", "warning": "yellow", "unknown": "yellow"}
     for state, line in headline(found):
@@ -60,7 +60,7 @@ def show(found: Found) -> None:
         console.print(table)
 
 
-def plain(found: Found) -> str:
+def plain_text(found: Findings) -> str:
     """The report as lines of text, for a bug report."""
     lines = [line for _, line in headline(found)]
     for title, rows in sections(found):
@@ -69,7 +69,7 @@ def plain(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headline(found: Found) -> list[tuple[str, str]]:
+def headline(found: Findings) -> list[tuple[str, str]]:
     """(state, line): whether a run could start, what would stop it, and the warnings."""
     of_state = {state: [one for one in found["checks"] if one["state"] == state] for state in ("stop", "warning")}
     state, verdict = ("stop", "would not") if of_state["stop"] else ("ok", "could")
@@ -79,7 +79,7 @@ def headline(found: Found) -> list[tuple[str, str]]:
     return lines
 
 
-def sections(found: Found) -> Iterable[tuple[str, Rows]]:
+def sections(found: Findings) -> Iterable[tuple[str, Rows]]:
     """Title and (label, value) rows of each part."""
     unknown, stack, machine, launcher = (found[name] for name in ("unknown", "stack", "machine", "launcher"))
     yield "Checks", [(one["name"], f"{one['state']}: {one['reason']}") for one in found["checks"]]
@@ -99,7 +99,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
         rows = [(patch["name"], _verdict(patch)) for patch in stack["patches"]]
         yield "Patches", rows or [("none", "Unsloth's are not checked on this backend")]
     if found["batch"]:
-        yield "Batch", [(counted(one["world_size"], "rank"), _cut(one)) for one in found["batch"]]
+        yield "Batch", [(counted(one["world_size"], "rank"), _batch_line(one)) for one in found["batch"]]
     yield "Folders", [(one["name"], _folder_line(one)) for one in found["folders"]]
     parts = {"ranks": launcher, "accelerate's default": found["accelerate_profile"] or {"profile": "none"}}
     yield "Launcher", [(name, ", ".join(f"{key} {value}" for key, value in of.items())) for name, of in parts.items()]
@@ -110,7 +110,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
         yield "Unknown", rest
 
 
-def _device_rows(found: Found) -> Rows:
+def _device_rows(found: Findings) -> Rows:
     rows = []
     for device in found["devices"]:
         free = "free memory unknown" if device["free_gib"] is None else f"{device['free_gib']:.1f} free"
@@ -119,7 +119,7 @@ def _device_rows(found: Found) -> Rows:
     return rows or [("none", found["unknown"].get("devices", "torch sees none"))]
 
 
-def _topology_rows(found: Found) -> Rows:
+def _topology_rows(found: Findings) -> Rows:
     """One row if all pairs are alike, as on a machine with switches; else one row per pair."""
     peers = {True: "peer access", False: "no peer access", None: "peer access unknown"}
     rows = [
@@ -136,7 +136,7 @@ def _verdict(patch: dict[str, Any]) -> str:
     return f"{state}: {patch['reason']}"
 
 
-def _cut(batch: dict[str, Any]) -> str:
+def _batch_line(batch: dict[str, Any]) -> str:
     if "refused" in batch:
         return f"refused: {batch['refused']}"
     return (

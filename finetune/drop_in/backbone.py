@@ -87,14 +87,14 @@ def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, 
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=bool(args.gradient_checkpointing),
     )
-    config = Config(model=known, lora=adapter_as_configured(peft_config, model), training=training)
+    config = Config(model=known, lora=engine_lora_config(peft_config, model), training=training)
     if found := list(rules.sharding(config, frozenset())):
         raise Refused(" ".join(text for _, text in found))
     plain = dataclasses.replace(stack, backend="transformers", reason="the model is sharded")
     return job.load_model(config, plain, args.max_length or 0, None, NO_HOOKS)
 
 
-def adapter_as_configured(peft_config: Any, model: str) -> LoraConfig:
+def engine_lora_config(peft_config: Any, model: str) -> LoraConfig:
     """The settings with which the engine makes the adapter that PEFT would make of `peft_config`.
 
     Raises:
@@ -184,20 +184,20 @@ def _is_template(source: str) -> bool:
     return Path(source).is_file() and source.endswith((".jinja", ".j2"))
 
 
-def stack_of(model: Any, stack: Stack) -> Stack:
-    """The backend of this model: one that Unsloth has not loaded is a transformers model, even beside Unsloth."""
-    if stack.backend != "unsloth" or of_unsloth(model):
+def model_stack(model: Any, stack: Stack) -> Stack:
+    """The backend of this model: transformers for one that Unsloth has not loaded, even if Unsloth is imported."""
+    if stack.backend != "unsloth" or loaded_by_unsloth(model):
         return stack
     reason = "Unsloth is imported, but the model was not loaded with FastLanguageModel or FastModel"
     return dataclasses.replace(stack, backend="transformers", reason=reason)
 
 
-def of_unsloth(model: Any) -> bool:
+def loaded_by_unsloth(model: Any) -> bool:
     """Whether Unsloth has loaded the model."""
     return hasattr(model, "for_training") or hasattr(model, "save_pretrained_merged")
 
 
 def loaded_length(model: Any) -> int | None:
     """The `max_seq_length` that Unsloth loaded a model with; None for a model that it has not loaded."""
-    length = getattr(model, "max_seq_length", None) if of_unsloth(model) else None
+    length = getattr(model, "max_seq_length", None) if loaded_by_unsloth(model) else None
     return length if isinstance(length, int) and length > 0 else None

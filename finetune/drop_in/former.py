@@ -12,7 +12,7 @@ import torch
 import transformers
 import trl
 
-from finetune.config.arguments import TRAINER, row, todays
+from finetune.config.arguments import TRAINER, row, with_current_names
 from finetune.drop_in import backbone
 from finetune.drop_in.overrides import Overrides
 from finetune.runtime.command import print_line
@@ -24,7 +24,7 @@ class SFTConfig(trl.SFTConfig):
     def __init__(self, *positional: Any, **given: Any) -> None:
         if given.get("packing") and given.pop("group_by_length", False):
             print_line("SFTConfig: `group_by_length` is left out: packs have one length.")
-        todays_names = todays(given, note=lambda text: print_line(f"SFTConfig: {text}."))
+        todays_names = with_current_names(given, note=lambda text: print_line(f"SFTConfig: {text}."))
         super().__init__(*positional, **todays_names)
         by_position = [one.name for one in dataclasses.fields(trl.SFTConfig)][: len(positional)]
         # Unlike 8 rows, the default, a size that is given is kept.
@@ -38,10 +38,12 @@ class TrainingArguments(transformers.TrainingArguments):
     to an SFTConfig with their values, as TRL's does."""
 
     def __init__(self, *positional: Any, **given: Any) -> None:
-        super().__init__(*positional, **todays(given, note=lambda text: print_line(f"TrainingArguments: {text}.")))
+        super().__init__(
+            *positional, **with_current_names(given, note=lambda text: print_line(f"TrainingArguments: {text}."))
+        )
 
 
-def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
+def complete_arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
     """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
 
     Args:
@@ -55,14 +57,14 @@ def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Override
     if args is None:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
         folder = f"{name.rstrip('/').split('/')[-1]}-SFT"
-        args = SFTConfig(_UNSLOTH_FOLDER if backbone.of_unsloth(model) else folder)
+        args = SFTConfig(_UNSLOTH_FOLDER if backbone.loaded_by_unsloth(model) else folder)
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     overrides.set_arguments(args)
     args = copy.copy(args)
     if type(args) is SFTConfig:
         args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours
-    # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
+    # Unsloth's SFTConfig has a field for the length of rows, in addition to TRL's.
     length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
     if length is None and getattr(args, "length_given", False):
         length = args.max_length
@@ -83,7 +85,7 @@ _UNSLOTH_FOLDER = "unsloth_training_checkpoints"  # the default output_dir of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class RowReader:
     """Which text of a row is read, as the versions did that the script was written for.
 
     formatting_func: the user's; None reads the columns
@@ -129,7 +131,7 @@ class Reading:
         return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
 
 
-def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Reading:
+def row_reader(args: Any, model: Any, formatting_func: Any, given_field: Any) -> RowReader:
     """How the rows of a trainer are read.
 
     Args:
@@ -137,16 +139,16 @@ def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Re
         given_field: the trainer's own `dataset_text_field`, if it was given.
     """
     packs = args.packing and formatting_func is not None  # which took the function, not the field
-    return Reading(
+    return RowReader(
         formatting_func=formatting_func,
         text_field=args.dataset_text_field,
         text_only=bool(given_field) and not packs,
-        text_first=backbone.of_unsloth(model) and not args.assistant_only_loss,
+        text_first=backbone.loaded_by_unsloth(model) and not args.assistant_only_loss,
         hides_pairs=args.completion_only_loss is None,
     )
 
 
-def adapter(model: Any, peft_config: Any) -> Any:
+def adapter_to_add(model: Any, peft_config: Any) -> Any:
     """The adapter that a trainer adds to a model: None for one that has this very adapter, by get_peft_model. TRL
     refuses the two together since 0.20, and ignored `peft_config` before."""
     held = getattr(model, "peft_config", None) or {}

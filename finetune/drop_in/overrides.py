@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config.arguments import OF_SCRIPT
+from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.help import script_help
 from finetune.config.load import FINETUNE, overrides
 from finetune.drop_in.refusals import Refused
@@ -33,15 +33,15 @@ class Overrides:
         """The value of a key, or what the script has."""
         return self.values.get(key, otherwise)
 
-    def of(self, section: str) -> dict[str, Any]:
+    def section(self, section: str) -> dict[str, Any]:
         """The values of a section that are no arguments of SFTConfig, by their names there."""
-        own = {key: value for key, value in self.values.items() if OF_SCRIPT.get(key, key) == ""}
+        own = {key: value for key, value in self.values.items() if SCRIPT_KEYS.get(key, key) == ""}
         return {key.partition(".")[2]: value for key, value in own.items() if key.startswith(f"{section}.")}
 
     def set_arguments(self, args: Any) -> None:
         """Change the user's SFTConfig, in place: a script may read its output_dir again."""
         for key, value in self.values.items():
-            name = OF_SCRIPT.get(key) if key in OF_SCRIPT else key.partition(".")[2]
+            name = SCRIPT_KEYS.get(key) if key in SCRIPT_KEYS else key.partition(".")[2]
             if name:
                 self._set(args, name, value)
         if (dtype := self.values.get("model.dtype", "auto")) != "auto":
@@ -70,7 +70,7 @@ class Overrides:
         Raises:
             Refused: the trainer is given none, or one that is no LoRA.
         """
-        changed = self.of("lora")
+        changed = self.section("lora")
         if not changed:
             return peft_config
         if not hasattr(peft_config, "lora_alpha"):
@@ -84,7 +84,7 @@ class Overrides:
         return peft_config
 
 
-def take() -> Overrides:
+def take_from_argv() -> Overrides:
     """The overrides on this script's command line, taken out of `sys.argv`, over those of a command that runs it.
 
     Raises:

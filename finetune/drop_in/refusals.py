@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from finetune.config import arguments
-from finetune.config.rules import why_no_optimizer
+from finetune.config.rules import why_optimizer_unusable
 from finetune.errors import UserError, listed
 
 _EXACT = (
@@ -90,7 +90,7 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             "`padding_free`, which changes nothing in this trainer's results."
         )
     optim = str(getattr(args.optim, "value", args.optim))
-    if (why := why_no_optimizer(optim, args.optim_target_modules)) is not None:
+    if (why := why_optimizer_unusable(optim, args.optim_target_modules)) is not None:
         yield f"`optim={optim!r}`: {why}"
     if given.get("formatting_func") is not None and args.completion_only_loss:
         yield (
@@ -101,7 +101,7 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield "a custom `data_collator` cannot be used with `packing` or `padding_free`. Remove one of them."
 
 
-def argument(split: str) -> str:
+def argument_name(split: str) -> str:
     """The constructor's argument that a split of the data was given as."""
     if split == "train":
         return "train_dataset"
@@ -109,7 +109,7 @@ def argument(split: str) -> str:
     return f"eval_dataset[{name!r}]" if name else "eval_dataset"
 
 
-def datasets(given: Mapping[str, Any], args: Any) -> None:
+def check_datasets(given: Mapping[str, Any], args: Any) -> None:
     """Check the datasets of all splits, before anything is loaded.
 
     Raises:
@@ -118,10 +118,10 @@ def datasets(given: Mapping[str, Any], args: Any) -> None:
     """
     prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
     for split, rows in given.items():
-        dataset(rows, argument(split), skips_preparation=prepared, assistant_only=args.assistant_only_loss)
+        check_dataset(rows, argument_name(split), skips_preparation=prepared, assistant_only=args.assistant_only_loss)
 
 
-def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bool) -> None:
+def check_dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bool) -> None:
     """Check one dataset.
 
     Raises:
@@ -164,7 +164,7 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
         )
 
 
-def row_length(rows: Any, split: str, loaded: int | None) -> None:
+def check_row_length(rows: Any, split: str, loaded: int | None) -> None:
     """Check rows that were tokenized elsewhere, and so are not cut, against the length that Unsloth loaded a model
     with: its layers would cut the ids, and not the labels.
 
@@ -174,7 +174,7 @@ def row_length(rows: Any, split: str, loaded: int | None) -> None:
     longest = int(rows.lengths.max(initial=0))
     if loaded is not None and longest > loaded:
         raise Refused(
-            f"`{argument(split)}` has rows of up to {longest:,} tokens, and the model was loaded with "
+            f"`{argument_name(split)}` has rows of up to {longest:,} tokens, and the model was loaded with "
             f"max_seq_length={loaded}. Load it with max_seq_length={longest}, or shorten the rows."
         )
 
@@ -184,7 +184,7 @@ def _has_turns(row: Mapping[str, Any]) -> bool:
     return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
 
 
-def model(model: Any, peft_config: Any) -> None:
+def check_model(model: Any, peft_config: Any) -> None:
     """Check the model and its adapter.
 
     Raises:
@@ -205,7 +205,7 @@ def model(model: Any, peft_config: Any) -> None:
             )
 
 
-def values(*given: Any) -> list[tuple[Any, dict[str, Any]]]:
+def snapshot(*given: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Each object of training arguments, with the values of its fields now."""
     return [(one, _fields_of(one)) for one in given if dataclasses.is_dataclass(one)]
 
@@ -214,11 +214,11 @@ def _fields_of(args: Any) -> dict[str, Any]:
     return {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
 
 
-def unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> None:
+def check_unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> None:
     """Refuse arguments and methods that were changed after the trainer was created.
 
     Args:
-        created_with: what `values` returned then.
+        created_with: what `snapshot` returned then.
 
     Raises:
         Refused: the plan and the batch were made with the former values.

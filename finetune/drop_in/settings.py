@@ -27,7 +27,7 @@ _OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
 
 
-def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
+def leaves_micro_batch_open(args: Any, global_batch_size: int | None) -> bool:
     """Whether the run may choose how many rows a rank holds at once: the step is fixed, and the script has left
     `per_device_train_batch_size` out, which only `finetune.SFTConfig` knows."""
     return global_batch_size is not None and not getattr(args, "size_given", True)
@@ -81,7 +81,7 @@ def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:
     )
 
 
-def for_training(args: Any, batch: Batch) -> Any:
+def training_arguments(args: Any, batch: Batch) -> Any:
     """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
     args = copy.copy(args)
     for name, value in FIXED.items():
@@ -106,7 +106,7 @@ def timeout(args: Any) -> int:
     return TrainingConfig().ddp_timeout if args.ddp_timeout == TRANSFORMERS_TIMEOUT else args.ddp_timeout
 
 
-def data(args: Any) -> DataConfig:
+def data_config(args: Any) -> DataConfig:
     """How rows are read: TRL's defaults, not those of a YAML file."""
     prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
     cut = {"keep_start": "truncate", "keep_end": "keep_end"}[args.truncation_mode]
@@ -148,15 +148,15 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
         weight_decay=args.weight_decay,
         optim=str(getattr(args.optim, "value", args.optim)),
         max_grad_norm=args.max_grad_norm,
-        master_weights=kept_weights(model).kind,  # type: ignore[arg-type]
+        master_weights=weights_as_loaded(model).kind,  # type: ignore[arg-type]
         seed=args.seed,
         train_sampling_strategy=str(args.train_sampling_strategy),  # type: ignore[arg-type]
         gradient_checkpointing=bool(args.gradient_checkpointing),
-        save_steps=_every(args, "save"),
+        save_steps=_interval(args, "save"),
         save_total_limit=args.save_total_limit,
-        eval_steps=_every(args, "eval"),
+        eval_steps=_interval(args, "eval"),
         ddp_timeout=timeout(args),
-        extra=_further(args),
+        extra=_other_arguments(args),
     )
     sections = {
         "model": ModelConfig(
@@ -169,7 +169,7 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
             trust_remote_code=args.trust_remote_code,
         ),
         "lora": _adapter(next(iter(adapters.values()))) if adapters else LoraConfig(),
-        "data": data(args),
+        "data": data_config(args),
         "training": training,
         "logging": LoggingConfig(logging_steps=max(int(args.logging_steps), 1), generate_samples=0),
     }
@@ -182,7 +182,7 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
     return Config(**sections, given=given)
 
 
-def kept_weights(model: Any) -> Choice:
+def weights_as_loaded(model: Any) -> Choice:
     """How the script keeps its trained weights: as it has loaded the model."""
     return Choice(kind=NONE if rounded(model.parameters()) else FLOAT32, reason="as the script loads the model")
 
@@ -197,7 +197,7 @@ def _dtype(args: Any, model: Any) -> Any:
     return str(stored).removeprefix("torch.")
 
 
-def _every(args: Any, what: str) -> int:
+def _interval(args: Any, what: str) -> int:
     """Steps between saves or evaluations; 0 if there are none. Once per epoch counts as the default interval."""
     strategy = getattr(args, f"{what}_strategy")
     if getattr(strategy, "value", strategy) == "no":
@@ -223,7 +223,7 @@ def _adapter(adapter: Any) -> LoraConfig:
     )
 
 
-def _further(args: Any) -> dict[str, Any]:
+def _other_arguments(args: Any) -> dict[str, Any]:
     """The other fields of SFTConfig that the user has changed: those that a configuration accepts by their names."""
     ours = {one.name for kind in SECTIONS.values() for one in dataclasses.fields(kind)}
     found = {}

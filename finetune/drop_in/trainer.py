@@ -21,8 +21,8 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, names, refusals, rows, settings
-from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
+from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine import run, session
 from finetune.engine import trainer as engine
@@ -52,7 +52,7 @@ class SFTTrainer(engine.SFTTrainer):
     mean over the supervised tokens of the whole global batch.
     """
 
-    @names.of_a_script()
+    @names.script_names()
     def __init__(
         self,
         model: Any,
@@ -91,8 +91,8 @@ class SFTTrainer(engine.SFTTrainer):
         self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = older.pop("tokenizer", None) or processing_class
         field = older.get("dataset_text_field")
-        given = former.arguments(args, model, older, OVERRIDES)
-        reading = former.reading(given, model, formatting_func, field)
+        given = former.complete_arguments(args, model, older, OVERRIDES)
+        reading = former.row_reader(given, model, formatting_func, field)
         refusals.check(
             type(self),
             SFTTrainer,
@@ -111,9 +111,9 @@ class SFTTrainer(engine.SFTTrainer):
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded, peft_config = backbone.load(model, given, STACK, quantization_config, peft_config, OVERRIDES)
-        peft_config = former.adapter(loaded, peft_config)
-        refusals.model(loaded, peft_config)
-        layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
+        peft_config = former.adapter_to_add(loaded, peft_config)
+        refusals.check_model(loaded, peft_config)
+        layers = self._layer_kernels(backbone.model_stack(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
         self._global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
@@ -126,7 +126,7 @@ class SFTTrainer(engine.SFTTrainer):
         with scripts.no_folder_left(Path(given.output_dir)):
             super().__init__(
                 model=loaded,
-                args=settings.for_training(given, self.job.batch),
+                args=settings.training_arguments(given, self.job.batch),
                 tokenizer=tokenizer,
                 stack=self.job.stack,
                 plan=self.job.plan(),
@@ -142,12 +142,12 @@ class SFTTrainer(engine.SFTTrainer):
             liger.install(self.model)
         fused_lora.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
-        self.job.master_weights = settings.kept_weights(self.model)
+        self.job.master_weights = settings.weights_as_loaded(self.model)
         self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         session.complete_early_stopping(self)
-        self._created_with = refusals.values(args, self.args)
+        self._created_with = refusals.snapshot(args, self.args)
         self._ready = True
         self._show_layouts()
 
@@ -155,15 +155,15 @@ class SFTTrainer(engine.SFTTrainer):
 
     def _open_job(self, model: Any, data: Data, layers: liger.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
-        stack = backbone.stack_of(model, STACK)
+        stack = backbone.model_stack(model, STACK)
         batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
         config = self._configuration(model, stack, batch)
-        because = None if self.preparation.settings.packing else "packing is off"
+        because = None if self.preparation.data_config.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
             because = engine_model.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
-        layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
+        layout = self._lay_out(data, "train", self.preparation.data_config.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
         kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype)
         return Job(
@@ -177,17 +177,17 @@ class SFTTrainer(engine.SFTTrainer):
             eval_layout=None,
             unpacked_because=because,
             layer_kernels=layers,
-            master_weights=settings.kept_weights(model),
+            master_weights=settings.weights_as_loaded(model),
             attention=kernel,
             model=model,
             size=model_size(model),
         )
 
     def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
-        is_open = settings.leaves_size_open(self.given, self._global_batch_size)
+        is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
         training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
-        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.of("logging")))
+        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.section("logging")))
 
     def _check_rows(self, model: Any, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.
@@ -198,7 +198,7 @@ class SFTTrainer(engine.SFTTrainer):
         for split, found in data.splits.items():
             engine_model.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
             positions.check(model, found, split, "max_length (in SFTConfig)")
-            refusals.row_length(found, split, backbone.loaded_length(model))
+            refusals.check_row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
     def _layer_kernels(stack: Any, model: Any, args: Any) -> liger.Choice:
@@ -276,7 +276,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    @names.of_a_script()
+    @names.script_names()
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
@@ -296,7 +296,7 @@ class SFTTrainer(engine.SFTTrainer):
         Raises:
             UserError, RunError: with what is wrong and what to do.
         """
-        refusals.unchanged(self, self._created_with)
+        refusals.check_unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
         scripts.answered(self)
@@ -308,7 +308,7 @@ class SFTTrainer(engine.SFTTrainer):
         )
         config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
-        door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
+        door = ScriptRun(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
         try:
             with interrupt.installed(), process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = run.run(door, config, record)
@@ -326,7 +326,7 @@ class SFTTrainer(engine.SFTTrainer):
         self._record = record
         return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
 
-    def keep_batch(self, manifest: Mapping[str, Any]) -> None:
+    def take_checkpoint_batch(self, manifest: Mapping[str, Any]) -> None:
         """Take the step of a checkpoint that was launched on another number of processes, if its size follows from
         that number, so that the plan is the checkpoint's.
 
@@ -346,11 +346,11 @@ class SFTTrainer(engine.SFTTrainer):
 
     def _accept_arguments(self) -> None:
         """Take the arguments as they are now for those that the trainer was created with."""
-        self._created_with = refusals.values(*(arguments for arguments, _ in self._created_with))
+        self._created_with = refusals.snapshot(*(arguments for arguments, _ in self._created_with))
 
     # --- commands that are given the script ---------------------------------------------------------------------------
 
-    def take_batch_of(self, gpus: int) -> int:
+    def take_launch_batch(self, gpus: int) -> int:
         """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
         then one of its ranks. Returns their number."""
         for world in range(max(gpus, 1), 0, -1):
@@ -431,7 +431,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 
-    @names.of_a_script()
+    @names.script_names()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

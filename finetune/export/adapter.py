@@ -52,8 +52,8 @@ class Change:
     indices: tuple[int, ...] = ()
 
     @property
-    def own(self) -> bool:
-        """Whether the module's weight becomes another than one it shared."""
+    def unties(self) -> bool:
+        """Whether merging unties this weight from one it shared."""
         return self.copied or self.a is not None
 
 

@@ -1,4 +1,4 @@
-"""The model card, README.md, from a run's record: no rows of the data, and names in place of local paths."""
+"""The model card, README.md, from a run's record: no rows of the data, and names instead of local paths."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Checks an exported model against what it was made from, with plain transformers and PEFT. Runs by its path, in a
-process of its own, and imports nothing of this project, so that a mistake of the project cannot hide itself.
+separate process, and imports nothing of this project, so that a mistake of the project cannot hide itself.
 
     python -P check.py JOB.json      # writes its finding as one line of JSON, the last one of its output
 
@@ -93,18 +93,18 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     before, tokenizer = (
         AutoTokenizer.from_pretrained(f, trust_remote_code=trusted) for f in (job["tokenizer"], exported)
     )
-    prompts = [_ids(before, text) for text in job["prompts"]]
+    prompts = [_token_ids(before, text) for text in job["prompts"]]
     found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
-    if prompts != [_ids(tokenizer, text) for text in job["prompts"]]:
+    if prompts != [_token_ids(tokenizer, text) for text in job["prompts"]]:
         return found | {"why": "the exported tokenizer gives other tokens"}
     if before.chat_template != tokenizer.chat_template and not job.get("new_template"):
         return found | {"why": "the exported tokenizer has another chat template"}
-    device, dtype = _place(job)
-    found |= {"device": str(device), "dtype": _name(dtype)}
+    device, dtype = _choose_device(job)
+    found |= {"device": str(device), "dtype": _dtype_name(dtype)}
 
-    reference = _reference(job, dtype, device, len(tokenizer), exported)
+    reference = _load_reference(job, dtype, device, len(tokenizer), exported)
     prompts = [ids[: _positions(reference) - 1] for ids in prompts]
-    answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
+    answers = [_generate(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     least, most = LOSS_TOKENS[device.type]
     tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
@@ -116,22 +116,22 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     if (exported / "adapter_config.json").is_file():
         found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), {}
     else:
-        stored = _open(Path(job["model"])) if "model" in job else {}
+        stored = _open_tensors(Path(job["model"])) if "model" in job else {}
         found["tensors"], rounded = _compare_tensors(reference, stored, exported, dtype)
     del reference
     gc.collect()
 
-    model = _exported(job, exported, dtype, device)
-    own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    model = _load_export(job, exported, dtype, device)
+    own_answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     losses["export"] = _losses(model, rows)
     _add_roundings(model, rounded, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     losses["noisy"] = _losses(model, rows)
 
-    bound = FACTOR * _largest(own, noisy)
+    bound = FACTOR * _largest_difference(own, noisy)
     found["logits"] = {
-        "difference": _largest(wanted, own),
+        "difference": _largest_difference(wanted, own),
         "bound": bound,
         "largest": max(float(x.abs().max()) for x in wanted),
     }
@@ -165,7 +165,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return ""
 
 
-def _place(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+def _choose_device(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
     """Where to compute and in what dtype: float32 if a copy of the model fits, on the GPU if there is one."""
     folder = Path(job["base"] if "adapter" in job else job["exported"])
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -203,28 +203,30 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
-    stored = _open(folder) if dtype in DROPPED_BITS else {}
+    stored = _open_tensors(folder) if dtype in DROPPED_BITS else {}
     for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
         if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
-            parameter.copy_(_stochastic(stored[name].get_tensor(name), dtype, name))
+            parameter.copy_(_round_stochastically(stored[name].get_tensor(name), dtype, name))
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
 
 
-def _reference(job: dict[str, Any], dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
+def _load_reference(job: dict[str, Any], dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
     """The model before the export: base and adapter side by side, or the fully trained model."""
     if "adapter" not in job:
         return _load(Path(job["model"]), job, dtype).to(device).eval()
-    return _with_adapter(job, Path(job["adapter"]), dtype, device, exported)
+    return _load_with_adapter(job, Path(job["adapter"]), dtype, device, exported)
 
 
-def _exported(job: dict[str, Any], exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_export(job: dict[str, Any], exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
     if (exported / "adapter_config.json").is_file():
-        return _with_adapter(job, exported, dtype, device, exported)
+        return _load_with_adapter(job, exported, dtype, device, exported)
     return _load(exported, job, dtype).to(device).eval()
 
 
-def _with_adapter(job: dict[str, Any], adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
+def _load_with_adapter(
+    job: dict[str, Any], adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path
+) -> Any:
     from peft import PeftModel
     from safetensors import safe_open
 
@@ -263,13 +265,13 @@ def _compare_tensors(
         stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
         computed: the dtype that the models compute in, which the export is loaded in.
     """
-    where = _open(exported)
+    where = _open_tensors(exported)
     wrong: list[str] = []
     rounded: dict[str, float] = {}
     changed = 0
     seen: set[str] = set()
     shared: set[int] = set()
-    for name, tensor, merged in _merged(reference):
+    for name, tensor, merged in _merged_tensors(reference):
         if name not in where:
             if tensor.data_ptr() not in shared:
                 wrong.append(f"{name} is missing")
@@ -280,14 +282,14 @@ def _compare_tensors(
         whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
         changed += merged
         if merged or not torch.equal(own.float(), whole):
-            rounded[name] = _size(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
+            rounded[name] = _relative_rounding(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
         if why := _difference(name, own, whole, merged=merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
 
 
-def _open(folder: Path) -> dict[str, Any]:
+def _open_tensors(folder: Path) -> dict[str, Any]:
     """The file of each tensor of a model."""
     from safetensors import safe_open
 
@@ -295,7 +297,7 @@ def _open(folder: Path) -> dict[str, Any]:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
-def _merged(model: Any) -> Any:
+def _merged_tensors(model: Any) -> Any:
     """(name in the plain model, tensor, whether the adapter changed it) of each parameter and saved buffer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -337,22 +339,22 @@ def _difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged
         return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
     slack = SLACK * reference.abs().max() if merged else 0.0
     if own.dtype in DROPPED_BITS:
-        least, most = (_stochastic(reference + shift, own.dtype, name) for shift in (-slack, slack))
+        least, most = (_round_stochastically(reference + shift, own.dtype, name) for shift in (-slack, slack))
         far = ~((least <= own) & (own <= most))
     else:
-        far = ~((own - reference).abs() <= slack + (_unit(reference, own.dtype) / 2 if merged else 0.0))
+        far = ~((own - reference).abs() <= slack + (_spacing(reference, own.dtype) / 2 if merged else 0.0))
     if not far.any():
         return None
     what = "off by more than a rounding" if merged else "not equal to the original"
     return f"is {what} in {int(far.sum())} of {far.numel()} values"
 
 
-def _unit(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _spacing(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The distance between a number's neighbors in a dtype."""
     return torch.ldexp(torch.ones_like(numbers), numbers.frexp().exponent - SIGNIFICANT_BITS[dtype])
 
 
-def _stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _round_stochastically(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """float32 numbers in 16 bits: the bits that are dropped, plus a random number of as many bits, carry or not. For
     the same random numbers a larger number never becomes a smaller one."""
     bits = DROPPED_BITS[dtype]
@@ -361,11 +363,11 @@ def _stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     return ((exact.contiguous().view(torch.int32) + random) & (-1 << bits)).view(torch.float32).to(dtype)
 
 
-def _size(exact: torch.Tensor, dtype: torch.dtype) -> float:
+def _relative_rounding(exact: torch.Tensor, dtype: torch.dtype) -> float:
     """The u of a rounding: see the top of this file."""
     if dtype not in DROPPED_BITS:
         return 2.0 ** -SIGNIFICANT_BITS[dtype]
-    unit = _unit(exact, dtype)
+    unit = _spacing(exact, dtype)
     above = (exact.abs() / unit).frac()
     share = float((above * (1 - above) * unit**2).sum() / (unit**2).sum())
     return math.sqrt(3 * share) * 2.0 ** (1 - SIGNIFICANT_BITS[dtype])
@@ -386,7 +388,7 @@ def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
 # --- logits and answers -----------------------------------------------------------------------------------------------
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a prompt, which has its special tokens as text if it was made by a chat template."""
     bos = tokenizer.bos_token
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
@@ -399,7 +401,7 @@ def _positions(model: Any) -> int:
     return min((most - SPARE for most in named if isinstance(most, int) and most > SPARE), default=sys.maxsize)
 
 
-def _answer(model: Any, ids: list[int], count: int) -> list[int]:
+def _generate(model: Any, ids: list[int], count: int) -> list[int]:
     given, count = torch.tensor([ids], device=model.device), min(count, _positions(model) - len(ids))
     found = model.generate(
         input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -413,7 +415,7 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False).logits[0].float().cpu()
 
 
-def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
+def _largest_difference(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
@@ -499,11 +501,11 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(job["exported"])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [_ids(tokenizer, text) for text in job["prompts"]]
+    prompts = [_token_ids(tokenizer, text) for text in job["prompts"]]
     found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
-    device, dtype = _place(job)
-    model = _exported(job, folder, dtype, device)
-    answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    device, dtype = _choose_device(job)
+    model = _load_export(job, folder, dtype, device)
+    answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     unit = 2.0 ** -SIGNIFICANT_BITS[torch.float16]
     matrices = {name: unit for name, parameter in model.named_parameters() if parameter.dim() > 1}
@@ -513,7 +515,7 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
     bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))
     del model
     gc.collect()
-    found |= {"device": str(device), "dtype": _name(dtype)}
+    found |= {"device": str(device), "dtype": _dtype_name(dtype)}
     return found | _llama(job, prompts, answers, one, bound, tokenizer)
 
 
@@ -540,7 +542,7 @@ def _llama(
     parameters.n_parallel, parameters.warmup = 1, False
     server = xllamacpp.Server(parameters)
     largest, outcomes, why = 0.0, [], ""
-    ends = _ends(Path(job["exported"]), tokenizer)
+    ends = _stop_tokens(Path(job["exported"]), tokenizer)
     for text, ids, answer, logprobs in zip(job["prompts"], prompts, answers, wanted, strict=True):
         request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
         by_ids = server.handle_completions(request | {"prompt": ids})
@@ -575,14 +577,14 @@ def _llama(
     }
 
 
-def _ends(folder: Path, tokenizer: Any) -> set[int]:
+def _stop_tokens(folder: Path, tokenizer: Any) -> set[int]:
     """Tokens that end an answer."""
     file = folder / "generation_config.json"
     given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     return {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])} - {None}
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -106,4 +106,4 @@ def _unreachable(error: Exception, folder: Path | None = None) -> RunError:
 
     lines = str(error).strip().splitlines() or [type(error).__name__]
     kept = f" The export is in {folder}." if folder is not None else ""
-    return RunError(f"{constants.ENDPOINT} does not answer as it should ({lines[0][:200]}). Try again later.{kept}")
+    return RunError(f"{constants.ENDPOINT} returned an unexpected response ({lines[0][:200]}). Try again later.{kept}")

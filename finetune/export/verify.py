@@ -1,4 +1,4 @@
-"""Starts the check of an export in a process of its own, and reads its finding."""
+"""Starts the check of an export in a separate process, and reads its finding."""
 
 from __future__ import annotations
 

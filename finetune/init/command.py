@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     if options.schema is not None:
         return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
-    from finetune.init import detect, page
+    from finetune.init import config_file, detect
     from finetune.runtime.machine.hardware import survey
 
     machine = survey()
@@ -70,16 +70,16 @@ def run(argv: list[str]) -> int:
     model = _answer("--model", "Model (Hub name or local folder)", options.model, detect.model)
     rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, _rows(options))
     print_line(f"  {rows.described}")
-    if (template := page.template(model, rows)) is not None:
+    if (template := config_file.template(model, rows)) is not None:
         print_line("  model.chat_template is {}: {}".format(*template))
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
-    answers = page.Answers(
+    answers = config_file.Answers(
         model=model, rows=rows, method=method, output_dir=output_dir, machine=detect.machine_in_words(machine)
     )
-    commands = page.commands(options.file, _launcher(output_dir, machine))
+    commands = config_file.commands(options.file, _launcher(output_dir, machine))
     schema = options.file.with_name(SCHEMA)
-    text = page.text(answers, schema.name, commands)
+    text = config_file.text(answers, schema.name, commands)
     _check_text(text)
     write_text(options.file, text)
     _write_schema(schema, overwrite=options.overwrite)
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int:
             "machine": detect.facts(machine),
             "commands": commands,
         }
-        write_json(options.json, found | {"model": vars(model), "rows": _described(rows), "method": method})
+        write_json(options.json, found | {"model": vars(model), "rows": _describe_rows(rows), "method": method})
     return DONE
 
 
@@ -149,7 +149,7 @@ def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
     def read(name: str) -> Rows:
         try:
             return detect.rows(name, options.columns)
-        except detect.NoFormat as error:
+        except detect.UnknownFormat as error:
             if options.columns or not sys.stdin.isatty():
                 raise
             print_line(f"  These columns are no known format: {', '.join(error.columns)}.")
@@ -214,7 +214,7 @@ def _launcher(output_dir: str, machine: Hardware) -> list[str]:
     return launch_lines.shown(world, on_cpu=machine.device == "cpu")
 
 
-def _described(rows: Rows) -> dict[str, object]:
+def _describe_rows(rows: Rows) -> dict[str, object]:
     format = rows.format
     found = {"key": rows.key, "name": rows.name, "description": rows.described, "format": None, "columns": None}
     return found | ({"format": format.name, "columns": dict(format.columns)} if format else {})

@@ -1,4 +1,4 @@
-"""What a configuration is written for: the model, the rows and the GPUs, as far as they are on this machine."""
+"""Detects the model, data and GPUs that a configuration is generated for."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rows:
     has_tool_calls: bool = False
 
 
-class NoFormat(UserError):
+class UnknownFormat(UserError):
     """Rows whose columns fit no format; `columns` are theirs."""
 
     def __init__(self, message: str, columns: list[str]):
@@ -120,7 +120,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         format = formats.detect(present, [row for row, _ in first], "auto", columns)
     except UserError as error:
         example = "--columns instruction=COLUMN,output=COLUMN"
-        raise NoFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
+        raise UnknownFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
     described = formats.describe(
         format, has_template=True, assistant_only_loss=DataConfig().assistant_only_loss, completion_only_loss=None
     )

@@ -226,7 +226,7 @@ def digest(found: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def keep(measurement: Measurement) -> Path:
+def save(measurement: Measurement) -> Path:
     """Write a measurement to the cache, replacing an older one of the same job."""
     path = folder() / f"job-{digest(measurement.facts)}.json"
     write_json(path, measurement.to_dict())
@@ -241,7 +241,7 @@ def _sizes_file(found: dict[str, Any]) -> Path:
     return folder() / f"sizes-{digest(shared)}.json"
 
 
-def keep_sizes(found: dict[str, Any], search: dict[str, Any]) -> None:
+def save_sizes(found: dict[str, Any], search: dict[str, Any]) -> None:
     """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
     write_json(_sizes_file(found), {"kind": "micro-batch sizes", **search})
 
@@ -310,7 +310,7 @@ def comm_file(world_size: int, backend: str, device: str, environment: Mapping[s
     return folder() / f"comm-{backend}-{name}-{world_size}{where}.json"
 
 
-def keep_comm(measured: dict[str, Any], device: str) -> Path:
+def save_comm(measured: dict[str, Any], device: str) -> Path:
     """Write the result of `bench comm` on devices of this name to the cache."""
     machines = measured.get("machines", 1)
     path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"], machines)

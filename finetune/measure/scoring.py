@@ -38,7 +38,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     else:
         measured, source = measurements.find(measurements.facts(job))
     if measured is None:
-        return _unknown(source)
+        return _not_scored(source)
     curve = None
     if world > 1:
         backend = "nccl" if job.stack.device == "cuda" else "gloo"
@@ -46,12 +46,16 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
             world, backend, job.hardware.name, os.environ, process_group.machine_count()
         )
         if curve is None:
-            return _unknown(where)
+            return _not_scored(where)
         source = f"{source} and {where}"
-    return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve, sharded), results)}
+    return {
+        "source": source,
+        "reason": None,
+        **compare(*expected_predictions(job, measured, world, curve, sharded), results),
+    }
 
 
-def expected(
+def expected_predictions(
     job: Job, measured: Measurement, world: int, curve: Curve | None, sharded: Sharded | None = None
 ) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
@@ -120,5 +124,5 @@ def sentence(prediction: dict[str, Any]) -> str:
     return f"Prediction against measurement: {', '.join(errors)}." if errors else "Too few steps to score a prediction."
 
 
-def _unknown(reason: str) -> dict[str, Any]:
+def _not_scored(reason: str) -> dict[str, Any]:
     return {"source": None, "reason": reason, **dict.fromkeys(FIELDS)}

@@ -1,4 +1,4 @@
-"""A dry run in a process of its own, on the first device."""
+"""A dry run in a separate process, on the first device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.runtime import files, subprocesses
 from finetune.runtime.machine import cpu_threads
 
 
-def report_of(
+def run(
     target: Sequence[str],
     arguments: Sequence[str],
     *,

@@ -24,7 +24,7 @@ from finetune.engine.session import Build, build_trainer
 from finetune.engine.trainer import set_learning_rate
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
-from finetune.measure.micro_batch import Memory, longest_rows, memory_of
+from finetune.measure.micro_batch import Memory, device_memory, longest_rows
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
 
@@ -39,7 +39,7 @@ EVALUATED_ROWS = 64  # longest held-out rows: enough to see that evaluation work
 # --- the steps ------------------------------------------------------------------------------------------------------
 
 
-class InOrder(Plan):
+class SequentialPlan(Plan):
     """A plan without shuffling."""
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -51,7 +51,7 @@ class TrialJob(Job):
 
     def plan(self) -> Plan:
         plan = super().plan()
-        return InOrder(
+        return SequentialPlan(
             costs=plan.costs,
             label_tokens=plan.label_tokens,
             global_batch_size=self.batch.global_batch_size,
@@ -77,7 +77,7 @@ def typical_micro_batches(job: Job, count: int) -> np.ndarray:
     return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
 
 
-def settled(steps: Sequence[Any]) -> Sequence[Any]:
+def after_warm_up(steps: Sequence[Any]) -> Sequence[Any]:
     """The typical steps that count: all but the first WARM_UP, which still compile and tune kernels, and at least the
     last ENOUGH."""
     return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
@@ -104,7 +104,7 @@ class TimeBudget(TrainerCallback):
 
 
 def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
-    """Bytes that a forward pass on the longest rows keeps for the backward pass, beside the parameters: what autograd
+    """Bytes that a forward pass on the longest rows keeps for the backward pass, without the parameters: what autograd
     saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
     rows = longest_rows(layout, per_device)
     batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
@@ -123,7 +123,7 @@ def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
     found = sum(storage.nbytes() for storage in kept.values())
     del loss
     kept.clear()
-    micro_batch.empty(trainer)
+    micro_batch.free_gradients(trainer)
     return found
 
 
@@ -135,14 +135,14 @@ def saved_bytes_without_checkpointing(trainer: Any, layout: Layout, per_device: 
             module.gradient_checkpointing = False
         return saved_bytes(trainer, layout, per_device)
     except torch.OutOfMemoryError:
-        micro_batch.empty(trainer)
+        micro_batch.free_gradients(trainer)
         return None
     finally:
         for module in on:
             module.gradient_checkpointing = True
 
 
-def holds_its_state(trainer: Any) -> bool:
+def training_state_fits(trainer: Any) -> bool:
     """Whether weights, gradients and the optimizer state fit on the device together, without any activations.
     Afterwards weights and optimizer state remain allocated, as in training, even if no step was completed before.
 
@@ -159,7 +159,7 @@ def holds_its_state(trainer: Any) -> bool:
     except torch.OutOfMemoryError:
         return False
     finally:
-        micro_batch.empty(trainer)
+        micro_batch.free_gradients(trainer)
 
 
 # --- the whole trial ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Trial:
         Args:
             started: start of the process, in seconds since the Unix epoch.
         """
-        typical = settled(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
+        typical = after_warm_up(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical
@@ -263,10 +263,10 @@ def _parameter_count(job: Job) -> int:
     return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
 
 
-def _some_rows(layout: Any) -> Any:
+def _longest_held_out_rows(layout: Any) -> Any:
     """The longest held-out rows, of each set."""
     if layout is None or isinstance(layout, Mapping):
-        return layout and {name: _some_rows(one) for name, one in layout.items()}
+        return layout and {name: _longest_held_out_rows(one) for name, one in layout.items()}
     return layout.take(longest_rows(layout, min(EVALUATED_ROWS, len(layout))))
 
 
@@ -301,7 +301,7 @@ def prepare(
         config=replace(job.config, training=training, logging=logging),
         batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
-        eval_layout=_some_rows(job.eval_layout),
+        eval_layout=_longest_held_out_rows(job.eval_layout),
     )
     trial = TrialJob(**fields)
     built = build(trial, folder)
@@ -315,7 +315,7 @@ def prepare(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        memory=memory or memory_of(job.stack.device),
+        memory=memory or device_memory(job.stack.device),
         budget=budget,
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

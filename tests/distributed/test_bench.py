@@ -128,7 +128,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return found
 
     monkeypatch.setattr(dense.study, "measure", watched)
-    found = dense.candidates(dense.chosen("dense-258k", 16), [1, 2, 3], survey())
+    found = dense.candidates(dense.choose_model("dense-258k", 16), [1, 2, 3], survey())
     assert asked == [((16,), False, False), ((8,), True, True)]
     assert [isinstance(found[world], Work) for world in (1, 2, 3)] == [True, True, False]
 

@@ -1,4 +1,4 @@
-"""The measured tables beside the published ones: on a terminal, as Markdown, and as plots."""
+"""The measured tables next to the published ones: on a terminal, as Markdown, and as plots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(found: Mapping[str, Any], folder: Path) -> None:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """All tables, the published figures beside ours, contradictions and warnings."""
+    """All tables, the published figures next to ours, contradictions and warnings."""
     protocol = found["protocol"]
     lines = [
         "# The study of one GPU against several, repeated",

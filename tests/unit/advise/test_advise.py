@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from finetune import advise, dryrun
 from finetune.advise import candidates, command, dense, launch, machine, report, verdict
-from finetune.advise.candidates import Bench, Tried
+from finetune.advise.candidates import DryRunner, DryRunResult
 from finetune.advise.verdict import Row
 from finetune.config import Config, load
 from finetune.config.schema import ModelConfig, TrainingConfig
@@ -66,7 +66,7 @@ def test_large_work_and_fast_links_take_all_that_pay() -> None:
     found = table(FAST)
     chosen = verdict.choose(found)
     assert chosen and chosen.world_size == 4 and (chosen.efficiency or 0) >= 0.7
-    assert verdict.in_a_sentence(chosen, found).startswith("4 devices: 3.0")
+    assert verdict.decision_sentence(chosen, found).startswith("4 devices: 3.0")
 
 
 def test_below_70_percent_efficiency_is_not_taken_unless_the_fastest_is_asked_for() -> None:
@@ -76,7 +76,7 @@ def test_below_70_percent_efficiency_is_not_taken_unless_the_fastest_is_asked_fo
     assert "below 70%" in four.reason and "waiting for communication" in four.reason
     assert verdict.choose(found).world_size == 1
     assert verdict.choose(found, fastest=True).world_size > 1
-    assert verdict.in_a_sentence(found[0], found).startswith("one device: with 2, ")
+    assert verdict.decision_sentence(found[0], found).startswith("one device: with 2, ")
 
 
 def test_a_tiny_step_is_slower_on_several() -> None:
@@ -253,17 +253,17 @@ def test_a_measurement_of_an_earlier_version_is_read() -> None:
     assert Measurement.from_dict(content) == measurement()
 
 
-FULL = Tried(measured=None, reason="CUDA ran out of memory", full=True)
+FULL = DryRunResult(measured=None, reason="CUDA ran out of memory", full=True)
 
 
-class FakeBench(Bench):
+class FakeBench(DryRunner):
     """Dry runs by their extra arguments; what is not listed does not fit."""
 
-    def __init__(self, results: dict[str, Tried]) -> None:
+    def __init__(self, results: dict[str, DryRunResult]) -> None:
         super().__init__(arguments=[])
         self.results, self.asked, self.otherwise = results, [], FULL
 
-    def try_out(self, extra: Any, ranks: int = 1) -> Tried:
+    def try_out(self, extra: Any, ranks: int = 1) -> DryRunResult:
         key = " ".join(extra)
         self.asked.append(key)
         return self.results.get(key, self.otherwise)
@@ -277,55 +277,58 @@ OFF, SIZE = "--training.gradient_checkpointing false", "--training.per_device_tr
 
 
 def test_better_settings_of_one_device_come_first(tmp_path: Path) -> None:
-    base = Tried(measured=measurement(), recommended=16)
+    base = DryRunResult(measured=measurement(), recommended=16)
     bench = FakeBench(
         {
-            "--data.packing true": Tried(measured=measurement(step=0.4, packed=True)),
-            OFF: Tried(measured=measurement(step=0.8)),
-            f"{SIZE} 16": Tried(measured=measurement(step=0.99, per_device=16)),  # 1 %: noise
+            "--data.packing true": DryRunResult(measured=measurement(step=0.4, packed=True)),
+            OFF: DryRunResult(measured=measurement(step=0.8)),
+            f"{SIZE} 16": DryRunResult(measured=measurement(step=0.99, per_device=16)),  # 1 %: noise
         }
     )
     found = candidates.improvements(config(tmp_path), bench, base)
     assert [one.change.name for one in found] == ["packing", "no checkpointing"]
     assert found[0].factor == pytest.approx(2.5) and not found[0].change.same_result
     # Packing changes what a step is: it is told, and not put into the launch line.
-    assert candidates.applied(bench, found) == tuple(OFF.split())
+    assert candidates.choose_changes(bench, found) == tuple(OFF.split())
 
 
 def test_fewer_rows_at_a_time_may_be_faster(tmp_path: Path) -> None:
     """Else one device would be compared with two that have smaller micro-batches, and these would get the credit."""
     sizes = {4: 0.5, 16: 0.9}
-    bench = FakeBench({f"{SIZE} {n}": Tried(measured=measurement(step=t, per_device=n)) for n, t in sizes.items()})
-    found = candidates.improvements(config(tmp_path), bench, Tried(measured=measurement()))
+    bench = FakeBench(
+        {f"{SIZE} {n}": DryRunResult(measured=measurement(step=t, per_device=n)) for n, t in sizes.items()}
+    )
+    found = candidates.improvements(config(tmp_path), bench, DryRunResult(measured=measurement()))
     assert [one.change.name for one in found] == ["4 rows at a time"]  # of two sizes the better
-    assert candidates.applied(bench, found) == (SIZE, "4")
+    assert candidates.choose_changes(bench, found) == (SIZE, "4")
     fixed = config(tmp_path, "--training.gradient_accumulation_steps", "2")
-    assert candidates.other_micro_batches(fixed, Tried(measured=measurement())) == []
+    assert candidates.other_micro_batches(fixed, DryRunResult(measured=measurement())) == []
 
 
 def test_faster_settings_are_taken_together_only_where_that_is_faster(tmp_path: Path) -> None:
-    base = Tried(measured=measurement(), recommended=16)
+    base = DryRunResult(measured=measurement(), recommended=16)
     singles = {
-        OFF: Tried(measured=measurement(step=0.8)),
-        f"{SIZE} 16": Tried(measured=measurement(step=0.9, per_device=16)),
+        OFF: DryRunResult(measured=measurement(step=0.8)),
+        f"{SIZE} 16": DryRunResult(measured=measurement(step=0.9, per_device=16)),
     }
     for together, expected in ((0.7, f"{OFF} {SIZE} 16"), (0.85, OFF)):
-        both = {f"{OFF} {SIZE} 16": Tried(measured=measurement(step=together, per_device=16))}
+        both = {f"{OFF} {SIZE} 16": DryRunResult(measured=measurement(step=together, per_device=16))}
         bench = FakeBench(singles | both)
         found = candidates.improvements(config(tmp_path), bench, base)
-        assert " ".join(candidates.applied(bench, found)) == expected
+        assert " ".join(candidates.choose_changes(bench, found)) == expected
     full = FakeBench(singles)  # both together do not fit
-    assert " ".join(candidates.applied(full, candidates.improvements(config(tmp_path), full, base))) == OFF
+    assert " ".join(candidates.choose_changes(full, candidates.improvements(config(tmp_path), full, base))) == OFF
 
 
 def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) -> None:
-    bench = FakeBench({f"{SIZE} {n}": Tried(measured=measurement(per_device=n)) for n in (1, 2, 4, 8)})
-    found = candidates.measured_for(config(tmp_path), bench, measurement(), (), [1, 2, 3, 4, 16])
+    bench = FakeBench({f"{SIZE} {n}": DryRunResult(measured=measurement(per_device=n)) for n in (1, 2, 4, 8)})
+    found = candidates.measure_at_world_sizes(config(tmp_path), bench, measurement(), (), [1, 2, 3, 4, 16])
     assert [one if isinstance(one, str) else one.per_device for one in found.values()][:2] == [8, 8]
     assert f"{SIZE} 8" not in bench.asked  # what was measured already; ranks on a CPU share it, and are measured anew
     bench.cpu_cores = 2
     assert (
-        candidates.measured_for(config(tmp_path), bench, measurement(), (), [2])[2] and bench.asked[-1] == f"{SIZE} 8"
+        candidates.measure_at_world_sizes(config(tmp_path), bench, measurement(), (), [2])[2]
+        and bench.asked[-1] == f"{SIZE} 8"
     )
     assert "the global batch does not fit 3 devices" in str(found[3])
     assert isinstance(found[4], Measurement) and found[4].per_device == 4
@@ -339,8 +342,8 @@ def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pyt
         return subprocess.CompletedProcess(args, 2, stdout="", stderr="error: model.load_in_4bit needs bitsandbytes\n")
 
     monkeypatch.setattr(candidates.subprocess_dry_run.subprocesses, "run", refused)
-    bench = Bench(arguments=[])
-    assert bench.try_out(["--model.load_in_4bit", "true"]) == Tried(
+    bench = DryRunner(arguments=[])
+    assert bench.try_out(["--model.load_in_4bit", "true"]) == DryRunResult(
         measured=None, reason="A dry run failed: model.load_in_4bit needs bitsandbytes"
     )
     with pytest.raises(UserError, match="needs bitsandbytes"):
@@ -359,7 +362,7 @@ def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
     ]
     less = f"{SIZE} 1 --training.gradient_checkpointing unsloth"
     for last in ("--training.optim adamw_8bit", "--model.full_finetuning false"):  # LoRA's few states stay as they were
-        fits = {f"{less} {last}": Tried(measured=measurement())}
+        fits = {f"{less} {last}": DryRunResult(measured=measurement())}
         taken, result = candidates.make_fit(full, FakeBench(fits), False, FULL)
         assert len(taken) == 3 and result and result.measured
     taken, result = candidates.make_fit(full, FakeBench({}), False, FULL)
@@ -374,7 +377,7 @@ def test_rows_are_left_alone_while_the_device_is_full_without_them(tmp_path: Pat
     full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
     no_row = replace(FULL, state_fits=False)
     eight = "--training.optim adamw_8bit"
-    bench = FakeBench({f"{eight} {SIZE} 1": Tried(measured=measurement())})
+    bench = FakeBench({f"{eight} {SIZE} 1": DryRunResult(measured=measurement())})
     taken, _ = candidates.make_fit(full, bench, False, no_row)
     assert [one.name for one in taken] == ["8-bit Adam", "one row at a time"]
     assert bench.asked == [eight, f"{eight} {SIZE} 1"]
@@ -384,13 +387,13 @@ def test_rows_are_left_alone_while_the_device_is_full_without_them(tmp_path: Pat
     lora = "--model.full_finetuning false"
     assert bench.asked == [eight, lora, f"{lora} --model.load_in_4bit true"]
     report = {"go": False, "reason": "full", "out_of_memory": True, "state_fits": False}
-    assert candidates.tried(report) == Tried(measured=None, reason="full", full=True, state_fits=False)
+    assert candidates.parse_report(report) == DryRunResult(measured=None, reason="full", full=True, state_fits=False)
 
 
 def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path) -> None:
     full = config(tmp_path, "--model.full_finetuning", SIZE, "1")
-    refused = Tried(measured=None, reason="8 bits need bitsandbytes")
-    fits = Tried(measured=measurement())
+    refused = DryRunResult(measured=None, reason="8 bits need bitsandbytes")
+    fits = DryRunResult(measured=measurement())
     # In 4 bits, which need it too, and so with fewer tokens alone.
     lora = "--model.full_finetuning false"
     bench = FakeBench(
@@ -408,7 +411,7 @@ def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path)
 def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = FakeBench({f"{SIZE} 1": Tried(measured=measurement(per_device=1))})
+    bench = FakeBench({f"{SIZE} 1": DryRunResult(measured=measurement(per_device=1))})
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
     monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
     report = tmp_path / "advice.json"
@@ -422,7 +425,7 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     content = json.loads(report.read_text())
     assert content["launch"] is None and content["fits_with"] == [SIZE, "1"]
     assert "above 0.8" not in said
-    bench.results[f"{SIZE} 1"] = Tried(measured=replace(measurement(per_device=1), peak_memory_bytes=70e9))
+    bench.results[f"{SIZE} 1"] = DryRunResult(measured=replace(measurement(per_device=1), peak_memory_bytes=70e9))
     assert advise.main(configuration(tmp_path)) == 1
     assert "(measured: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
     bench.results.clear()
@@ -439,7 +442,7 @@ def test_a_model_that_fits_no_gpu_may_fit_sharded(
     monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: replace(host(card(0), card(1)), **small))
     words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "t.jsonl")]
     (tmp_path / "t.jsonl").write_text("{}\n")
-    found = sharding.sizes(tiny_model)
+    found = sharding.read_sizes(tiny_model)
     assert found is not None
     whole = sum(one.numel() for one in load_file(tiny_model / "model.safetensors").values())
     assert found.total == whole and 2 * found.layer + found.outside == whole  # of two equal layers
@@ -472,7 +475,7 @@ def test_auto_is_advised_to_shard_only_if_nothing_else_fits(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     bench = FakeBench({})
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
-    found = sharding.sizes(tiny_model)
+    found = sharding.read_sizes(tiny_model)
     assert found is not None
     needed = sharding.bytes_per_gpu(found, 2, sharding.Storage(layer=2, outside=2, full=True, state=8))
     machine = replace(host(card(0), card(1)), memory_gib=1.01 * needed / 0.8 / 2**30)
@@ -492,7 +495,10 @@ def test_auto_is_advised_to_shard_only_if_nothing_else_fits(
     decision = strategy.decide(load(words, command="advise"), machine.count)
     assert decision.shards and decision.world_size == 2
     strategy.advice_file(load(words, command="advise"), machine.count).unlink()
-    bench.results[""], bench.otherwise = FULL, Tried(measured=measurement())  # any change helps: it is the user's
+    bench.results[""], bench.otherwise = (
+        FULL,
+        DryRunResult(measured=measurement()),
+    )  # any change helps: it is the user's
     assert advise.main(words) == 1
     assert "It fits with" in capsys.readouterr().out
     assert strategy.find_advice(load(words, command="advise"), machine.count) is None
@@ -503,7 +509,7 @@ def test_the_whole_story_on_two_like_gpus(
 ) -> None:
     """From the options to the files, with dry runs and the all-reduce made up."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    bench = FakeBench({"": Tried(measured=measurement()), f"{SIZE} 8": Tried(measured=measurement())})
+    bench = FakeBench({"": DryRunResult(measured=measurement()), f"{SIZE} 8": DryRunResult(measured=measurement())})
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
     monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
     monkeypatch.setattr(candidates.comm, "measure", all_reduce)
@@ -605,7 +611,7 @@ def test_secrets_of_the_command_line_stay_out_of_the_launch_line(
     failed = subprocess.CompletedProcess([], 2, stdout="", stderr=f"error: no {token}\n")
     monkeypatch.setattr(parity.subprocesses, "run", lambda *_, **__: failed)
     with pytest.raises(UserError) as said:
-        parity.start(parity.Case(1, "ddp", "auto"), tmp_path / "run", 1, "", arguments)
+        parity.run_case(parity.Case(1, "ddp", "auto"), tmp_path / "run", 1, "", arguments)
     assert token not in str(said.value) and "***" in str(said.value)
 
 
@@ -619,7 +625,7 @@ class DryRuns:
         self.asked: list[str] = []
         self.kind, self.memory = kind, memory  # rows at a time that fit
         self.rows = "--training.per_device_train_batch_size " if kind == "script.run" else f"{SIZE[2:]}="
-        monkeypatch.setattr(candidates.subprocess_dry_run, "report_of", self.report)
+        monkeypatch.setattr(candidates.subprocess_dry_run, "run", self.report)
         monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
         monkeypatch.setattr(candidates.comm, "measure", all_reduce)
         monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
@@ -706,7 +712,7 @@ def test_a_script_and_a_model_of_the_study_exclude_each_other(capsys: pytest.Cap
 
 
 def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = dense.chosen("dense-258k", 64)
+    job = dense.choose_model("dense-258k", 64)
     assert sum(job.gradients.sizes) == 4 * job.model.parameters
 
     def measure(models: Any, world: int, environment: Any, options: Any, machine: Any, *, ddp: bool) -> dict:

@@ -580,7 +580,7 @@ def test_a_curve_of_two_machines_is_for_two_machines(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     rows = [{"bytes": size, "seconds": {"median": size / 1e9}} for size in (4096, 65536)]
     found = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": rows}}
-    measurements.keep_comm(found | {"machines": 2}, "cpu")
+    measurements.save_comm(found | {"machines": 2}, "cpu")
     assert measurements.find_comm(2, "gloo", "cpu", {}, machines=2)[0] is not None
     assert measurements.find_comm(2, "gloo", "cpu", {})[0] is None
     curve, why = measurements.find_comm(2, "gloo", "cpu", {}, machines=3)

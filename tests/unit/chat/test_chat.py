@@ -158,13 +158,13 @@ def test_a_prompt_without_template_is_continued_as_it_is(run: Path, tiny_model: 
 # --- where an answer ends ---------------------------------------------------------------------------------------------
 
 
-def speaker(folder: Path, **manner: Any) -> Any:
+def generator(folder: Path, **settings: Any) -> Any:
     from finetune.chat import load
-    from finetune.chat.generation import Manner, Speaker
+    from finetune.chat.generation import GenerationSettings, Generator
 
     found = run_artifacts.find(folder)
-    given = {"max_new_tokens": LONGEST, "temperature": None, "greedy": True, "seed": 1, **manner}
-    return Speaker(load.load(found), found, Manner(**given), system=None, raw=False)
+    given = {"max_new_tokens": LONGEST, "temperature": None, "greedy": True, "seed": 1, **settings}
+    return Generator(load.load(found), found, GenerationSettings(**given), system=None, raw=False)
 
 
 def test_an_answer_ends_at_every_stop_token(run: Path, copy: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_an_answer_ends_at_every_stop_token(run: Path, copy: Path, tiny_model: P
     from transformers import AutoTokenizer
 
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
-    whole = speaker(run)
+    whole = generator(run)
     (ids,) = [whole.encode(whole.opening(PROMPTS[0]))]
     from finetune.engine.model.loading import complete
 
-    (tokens,) = complete(whole.loaded.model, [ids], whole.settings(LONGEST))
+    (tokens,) = complete(whole.loaded.model, [ids], whole.generation_config(LONGEST))
     stop = next(token for token in tokens[3:] if token not in tokens[:3])
     config = json.loads((base / "generation_config.json").read_text())
     (base / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [stop, 1]}))
@@ -185,7 +185,7 @@ def test_an_answer_ends_at_every_stop_token(run: Path, copy: Path, tiny_model: P
     tokenizer.save_pretrained(copy)
     adapter = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(adapter | {"base_model_name_or_path": str(base)}))
-    ended = speaker(copy)
+    ended = generator(copy)
     assert set(ended.stops) == {stop, 1, *tokenizer.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"])}
     (answer,) = ended.answer([ids])
     until = tokens[: tokens.index(stop)]
@@ -197,11 +197,11 @@ def test_a_turn_that_ends_in_plain_text(copy: Path) -> None:
     """A tokenizer without a token for the end of a turn: its text ends the answer, in a batch and while streaming."""
     from finetune.chat.repl import Streamer
 
-    whole = speaker(copy)
+    whole = generator(copy)
     ids = [whole.encode(whole.opening(prompt)) for prompt in PROMPTS]
     full = [one.text for one in whole.answer(ids)]
     (copy / "chat_template.jinja").write_text(TEMPLATE.replace("<|im_end|>", "</turn>"))
-    found = speaker(copy)
+    found = generator(copy)
     assert found.stop_string == "</turn>" and found.stops == whole.stops
     found.stop_string = full[0][3:5]
     cut = [one.text for one in found.answer(ids)]
@@ -225,11 +225,11 @@ def test_sampling_follows_the_generation_config_and_its_seed(run: Path, prompts:
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[3] == drawn[4] != drawn[0]
-    talking = speaker(run, greedy=False)
-    assert not talking.samples and talking.about.startswith("Greedy")
+    talking = generator(run, greedy=False)
+    assert not talking.samples and talking.description.startswith("Greedy")
     talking.loaded.model.generation_config.do_sample = True
     talking.loaded.model.generation_config.top_p = 0.5
-    assert talking.samples and "top_p 0.5" in talking.about
+    assert talking.samples and "top_p 0.5" in talking.description
 
 
 # --- a conversation ---------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from finetune.config import (
     TrainingConfig,
     arguments,
     dump_yaml,
-    fixed,
-    fixing_arguments,
+    fixed_batch_arguments,
     help_text,
     load,
     reference,
     resolve_batch,
+    with_fixed_batch,
 )
 from finetune.config.help import COMMON, default_of
 from finetune.config.schema import KEYS, SECTIONS
@@ -666,11 +666,11 @@ def test_batch():
 
 def test_a_batch_that_grows_is_the_same_on_every_world_size_once_it_is_fixed():
     training = TrainingConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    assert fixed(training, 4).global_batch_size == 24
-    assert {resolve_batch(fixed(training, 4), world).global_batch_size for world in (1, 2, 4)} == {24}
-    given = load([*MODEL, "--training.per_device_train_batch_size", "2", *fixing_arguments(training, 4)]).training
-    assert resolve_batch(given, 1) == resolve_batch(fixed(training, 4), 1)
-    assert fixing_arguments(TrainingConfig(global_batch_size=8), 2) == []
+    assert with_fixed_batch(training, 4).global_batch_size == 24
+    assert {resolve_batch(with_fixed_batch(training, 4), world).global_batch_size for world in (1, 2, 4)} == {24}
+    given = load([*MODEL, "--training.per_device_train_batch_size", "2", *fixed_batch_arguments(training, 4)]).training
+    assert resolve_batch(given, 1) == resolve_batch(with_fixed_batch(training, 4), 1)
+    assert fixed_batch_arguments(TrainingConfig(global_batch_size=8), 2) == []
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20))

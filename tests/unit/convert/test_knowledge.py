@@ -71,7 +71,7 @@ def test_arguments_are_those_of_the_installed_libraries():
     gone = {name for name, row in table.items() if row.moved or row.now is not None}
     assert not gone & trainer and set(table) - gone == trainer - {"self"}
     assert {row.now for row in table.values()} - {None, ""} <= trainer
-    assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former())
+    assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former_names())
 
 
 def test_the_docs_print_the_tables():

@@ -410,7 +410,7 @@ def test_devices_as_torch_and_the_driver_tell_them(nvml: bool, monkeypatch: pyte
     cards = [Card(), Card(), Card(), Card(processes=(99,))]
     install(monkeypatch, cards, {(0, 3): "PHB"}, peers=False, nvml=nvml, visible=[3, 0])
     monkeypatch.setattr(inspect, "_computes", lambda index: index == 0 or torch.zeros(1)[3])
-    found = inspect.look_at_devices()
+    found = inspect.inspect_devices()
     assert [device["free_gib"] for device in found["devices"]] == ([4.0, 1.0] if nvml else [7.0, None])
     assert [device["compute_capability"] for device in found["devices"]] == ["9.0", "9.0"]
     assert [device["computes"] for device in found["devices"]] == [True, False]
@@ -459,12 +459,12 @@ def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
     line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
     found = two_gpus | {"devices": gpus(8), "topology": pairs, "topology_line": line}
-    text = report.plain(found)
+    text = report.plain_text(found)
     assert f"  machine       {line}\n" in text
     assert "  all 28 pairs  NV18, peer access\n" in text
     assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
     pairs[3] |= {"kind": None, "peer_access": False}
-    assert "  GPUs 0 and 4  unknown link, no peer access\n" in report.plain(found)
+    assert "  GPUs 0 and 4  unknown link, no peer access\n" in report.plain_text(found)
 
 
 @pytest.mark.process
@@ -481,7 +481,7 @@ def test_a_terminal_gets_colours_and_the_same_words(
     assert "\x1b[" in shown
     words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert words.startswith("finetune doctor: a run would not start here.\n  stop: batch: does not [fit]\n")
-    assert words.split() == report.plain(found).split()
+    assert words.split() == report.plain_text(found).split()
 
 
 # --- the page that a report is read with ----------------------------------------------------------------------------

@@ -304,13 +304,13 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
 
     loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    found = former.arguments(args, loaded, dict(older), Overrides())
-    assert settings.data(found).max_length == length
+    found = former.complete_arguments(args, loaded, dict(older), Overrides())
+    assert settings.data_config(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
     args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
-    assert former.arguments(args, loaded, {}, Overrides()).max_length == 2048
+    assert former.complete_arguments(args, loaded, {}, Overrides()).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
-    assert former.arguments(args, of_another_loader, {}, Overrides()).max_length == 4096
+    assert former.complete_arguments(args, of_another_loader, {}, Overrides()).max_length == 4096
 
 
 def test_training_arguments_are_completed_as_by_trls_trainer(
@@ -328,7 +328,7 @@ def test_training_arguments_are_completed_as_by_trls_trainer(
     today = transformers.TrainingArguments(**given, warmup_steps=0.25, eval_strategy="no")
     theirs = trl.SFTTrainer(str(model), today, train_dataset=dataset(TEXTS)).args
     ours = TrainingArguments(**given, warmup_ratio=0.25, evaluation_strategy="no", overwrite_output_dir=True)
-    found = former.arguments(ours, str(model), {}, Overrides())
+    found = former.complete_arguments(ours, str(model), {}, Overrides())
     assert type(found) is trl.SFTConfig
     for field in dataclasses.fields(trl.SFTConfig):
         if field.name not in ("model_init_kwargs", "gradient_checkpointing_kwargs"):  # TRL fills in while it loads
@@ -360,7 +360,7 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(
             super().__init__(folder, use_cpu=True, bf16=False)
 
     monkeypatch.setattr(former, "SFTConfig", OnCpu)
-    assert f"output_dir = '{former.arguments(None, loaded, {}, Overrides()).output_dir}'" in generator
+    assert f"output_dir = '{former.complete_arguments(None, loaded, {}, Overrides()).output_dir}'" in generator
 
 
 def test_an_adapter_that_the_model_has_is_not_added_again(
@@ -389,17 +389,19 @@ def test_an_adapter_that_the_model_has_is_not_added_again(
     assert "`peft_config` is left out: the model has this adapter" in capsys.readouterr().out
     default = LoraConfig(task_type="CAUSAL_LM")
     by_family = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM"))
-    assert former.adapter(by_family, default) is None and former.adapter(trainer.model, default) is default
+    assert (
+        former.adapter_to_add(by_family, default) is None and former.adapter_to_add(trainer.model, default) is default
+    )
 
 
 def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
     from finetune.drop_in import refusals
 
     rows = make().layout.rows
-    refusals.row_length(rows, "train", None)
-    refusals.row_length(rows, "train", int(rows.lengths.max()))
+    refusals.check_row_length(rows, "train", None)
+    refusals.check_row_length(rows, "train", int(rows.lengths.max()))
     with pytest.raises(UserError, match="was loaded with max_seq_length=8"):
-        refusals.row_length(rows, "train", 8)
+        refusals.check_row_length(rows, "train", 8)
 
 
 def test_arguments_that_only_unsloths_own_trainer_reads_are_refused(make: Callable[..., Any]) -> None:
@@ -423,7 +425,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
     from finetune.drop_in import refusals
 
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
-        refusals.model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None)
+        refusals.check_model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -527,7 +529,7 @@ def test_which_column_older_versions_read(
     vars(args).update({name: value for name, value in given.items() if name != "formatting_func"})
     model = SimpleNamespace(for_training=None) if unsloth else SimpleNamespace()
     function = given.get("formatting_func")
-    assert former.reading(args, model, function, given.get("dataset_text_field")).column(list(columns)) == read
+    assert former.row_reader(args, model, function, given.get("dataset_text_field")).column(list(columns)) == read
 
 
 def test_the_text_field_of_the_trainer_is_the_one_column(
@@ -693,8 +695,8 @@ def test_collators_of_chance_or_of_several_rows_are_refused(make: Callable[..., 
     def fine(rows: list[Any]) -> Any:
         return padded(rows, lambda labels, _: labels)
 
-    assert "other labels each time" in refusal(make, data_collator=chance)
-    assert "beside another row" in refusal(make, data_collator=neighbors)
+    assert "different labels each time" in refusal(make, data_collator=chance)
+    assert "depend on the other rows in its batch" in refusal(make, data_collator=neighbors)
     assert "also returns weights" in refusal(make, data_collator=further)
     assert "joins them" in refusal(make, data_collator=joined)
     assert make(data_collator=fine).train_dataset["labels"] == make().train_dataset["labels"]
@@ -760,7 +762,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_again(make: Callable
 
 
 def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_path: Path) -> None:
-    from finetune.drop_in.names import in_script
+    from finetune.drop_in.names import with_script_names
 
     make(save_strategy="steps", save_steps=2).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
@@ -783,7 +785,7 @@ def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_p
         "Set data.eval_file or data.eval_fraction.": "Set eval_dataset.",
         "see data.md and training.py": "see data.md and training.py",
     }.items():
-        assert in_script(text) == expected
+        assert with_script_names(text) == expected
 
 
 def test_rows_of_text_are_read_by_a_processors_tokenizer(make: Callable[..., Any], model: Path) -> None:
@@ -1033,7 +1035,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
 
     memory = types.SimpleNamespace(limit_bytes=1e12, reset=lambda: None, peak_bytes=lambda: 1e6)
     monkeypatch.setattr(micro_batch, "try_size", try_size)
-    monkeypatch.setattr(micro_batch, "memory_of", lambda device: memory)
+    monkeypatch.setattr(micro_batch, "device_memory", lambda device: memory)
     monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 3)
     monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
 
@@ -1262,12 +1264,12 @@ def test_a_script_keeps_weights_as_it_loads_the_model() -> None:
     from finetune.engine.optimizer import master_weights
 
     half, whole = torch.nn.Linear(3, 3).bfloat16(), torch.nn.Linear(3, 3)
-    assert settings.kept_weights(half).kind == "none" and settings.kept_weights(whole).kind == "float32"
-    text = master_weights.warning(half, settings.kept_weights(half), 2e-5)
+    assert settings.weights_as_loaded(half).kind == "none" and settings.weights_as_loaded(whole).kind == "float32"
+    text = master_weights.warning(half, settings.weights_as_loaded(half), 2e-5)
     assert text is not None and "12 trained weights have 16 bits" in text and "dtype=torch.float32" in text
-    assert master_weights.warning(whole, settings.kept_weights(whole), 2e-5) is None
+    assert master_weights.warning(whole, settings.weights_as_loaded(whole), 2e-5) is None
     half.requires_grad_(False)  # a frozen base under an adapter
-    assert settings.kept_weights(half).kind == "float32"
+    assert settings.weights_as_loaded(half).kind == "float32"
 
 
 class TwoPoints(torch.optim.SGD):

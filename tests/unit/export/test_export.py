@@ -265,7 +265,7 @@ def test_small_updates_survive_the_rounding(tmp_path: Path, check: ModuleType) -
     peft = make_adapter(tmp_path / "adapter", base)
     shrink(tmp_path / "adapter", 1e-2)
     found = merge(tmp_path / "adapter", base, tmp_path / "out")
-    assert found.kept == pytest.approx(1, abs=0.1)
+    assert found.update_kept == pytest.approx(1, abs=0.1)
     merge(tmp_path / "adapter", base, tmp_path / "shards", shard=10_000)
     own, again = tensors(tmp_path / "out"), tensors(tmp_path / "shards")
     assert all(torch.equal(own[name], again[name]) for name in own)
@@ -274,7 +274,7 @@ def test_small_updates_survive_the_rounding(tmp_path: Path, check: ModuleType) -
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     exact = Merge(base, Adapter(tmp_path / "adapter", config), torch.float32)
     exact.write(tmp_path / "exact")
-    assert exact.kept is None
+    assert exact.update_kept is None
     model = load(tmp_path / "exact")
     assert model.config.dtype == torch.float32
     peft.load_adapter(tmp_path / "adapter", "shrunk")

@@ -32,7 +32,7 @@ from finetune.runtime.ranks import activity, distributed, interrupt
 _NOTHING = {"eval_loss": None, "exact_match": None}
 
 
-class OfScript(run.Door):
+class ScriptRun(run.Door):
     """One call of a trainer's `train`. The script's callbacks and its log see what they see with TRL, and the script
     goes on afterwards.
 
@@ -60,7 +60,7 @@ class OfScript(run.Door):
         checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
         checkpoints.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
-        trainer.keep_batch(start.found.manifest)
+        trainer.take_checkpoint_batch(start.found.manifest)
         config = job.config = replace(config, training=settings.with_batch(training, job.batch))
         job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
@@ -76,7 +76,7 @@ class OfScript(run.Door):
             raise UserError(
                 f"resume_from_checkpoint=True: {output_dir} holds a finished run, and no checkpoint. Load its model "
                 "from there, or leave resume_from_checkpoint out: train() then starts a new run, and moves this one to "
-                "a folder beside it."
+                "a folder next to it."
             )
         if start.found.path is None or start.found.step < self._trainer.total_steps:
             return None
