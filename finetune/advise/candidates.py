@@ -20,6 +20,7 @@ from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.runtime.command import console
 from finetune.runtime.machine import cpu_threads, nccl
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 PER_DEVICE = "--training.per_device_train_batch_size"
@@ -36,9 +37,9 @@ class DryRunResult:
     recommended: int | None = None  # micro-batch size found by the dry run's search
     full: bool = False  # the device ran out of memory
     state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
-    sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
+    sharded: list[JsonObject] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
-    config: dict[str, Any] | None = None  # the resolved configuration, if it is known
+    config: JsonObject | None = None  # the resolved configuration, if it is known
     script: str | None = None  # what a script trains by, as `scripts.kind`
 
 
@@ -320,7 +321,7 @@ def measure_at_world_sizes(
     """One device's measurement with the micro-batch size of each world size; or the reason why there is none.
 
     Args:
-        faster: the settings that `applied` chose.
+        faster: the settings that `choose_changes` chose.
     """
     chosen, others = split_size(faster)
     if bench.trainer:  # its own size is the most that a rank holds at once

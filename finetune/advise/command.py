@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from finetune.advise.machine import devices_here, warnings
 from finetune.config import Config, fixed_batch_arguments, resolve_batch, with_fixed_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
+from finetune.runtime.files import write_json
+from finetune.runtime.machine import hardware, nccl
+from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.options import Options, count, counts, path, price
+from finetune.runtime.types import JsonObject, ScriptTrainer
 
 if TYPE_CHECKING:
     from finetune.advise.candidates import DryRunner, DryRunResult, Improvement
     from finetune.advise.launch import LaunchPlan
     from finetune.advise.verdict import Row
     from finetune.measure.predict import Curve, Work
-    from finetune.runtime.machine.hardware import Hardware
 
 PURPOSE = (
     "Recommend a number of GPUs for your configuration: measure it on one GPU, measure the all-reduce, and predict the"
@@ -86,7 +91,6 @@ def run(argv: list[str]) -> int:
     if options.rules:
         return advise_by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import DryRunner
-    from finetune.advise.machine import devices_here
 
     machine, given = inspect_machine(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
@@ -114,7 +118,6 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     if options.rules:
         return rules_of_script(script, options)
     from finetune.advise.candidates import DryRunner
-    from finetune.advise.machine import devices_here
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
@@ -123,8 +126,6 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     if base.config is None:  # of a script that has filled the GPU before its training
         print_line(f"NO: {base.reason}", style="red")
         if options.json:
-            from finetune.runtime.files import write_json
-
             write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
         return FAILED
     config = Config.from_dict(base.config)
@@ -149,7 +150,7 @@ def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
     """Apply the rule set to a script, which runs up to its training."""
     gpus = strategy.visible_gpus()
 
-    def from_trainer(trainer: Any) -> int:
+    def from_trainer(trainer: ScriptTrainer) -> int:
         trainer.take_launch_batch(gpus)
         return advise_by_rules(trainer.job.config, options, gpus)
 
@@ -163,12 +164,10 @@ def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
 
 def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
     """The machine, after printing its warnings; and the all-reduce curves of `--comm`, by world size."""
-    from finetune.advise.machine import warnings
     from finetune.measure.measurements import read_comm
-    from finetune.runtime.machine.hardware import survey
 
     given = read_comm(options.comm) if options.comm else {}
-    machine = survey()
+    machine = hardware.survey()
     for warning in warnings(machine):
         print_line(f"warning: {warning}", style="yellow")
     return machine, given
@@ -188,7 +187,6 @@ def compare(
         RunError: one device could not be measured.
     """
     from finetune.advise import candidates, verdict
-    from finetune.advise.machine import devices_here
     from finetune.measure.predict import buckets
 
     one, here = found[1], devices_here(machine)
@@ -216,10 +214,9 @@ def advise_configuration(
     bench: DryRunner,
     base: DryRunResult,
     given: Mapping[int, Curve],
-) -> tuple[dict[str, Any], LaunchPlan]:
+) -> tuple[JsonObject, LaunchPlan]:
     """Find better settings, predict the world sizes, choose one, and print all of it."""
     from finetune.advise import candidates, launch, report, verdict
-    from finetune.advise.machine import devices_here
 
     assert base.measured is not None
     better = [] if options.as_given else candidates.improvements(config, bench, base)
@@ -261,8 +258,6 @@ def advise_configuration(
 def advise_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     """Advise on a dense model of the study instead of a configuration. There is no launch line."""
     from finetune.advise import dense, report, verdict
-    from finetune.advise.machine import devices_here
-    from finetune.runtime.files import write_json
 
     if options.rules or options.as_given or options.out:
         raise UserError(
@@ -299,7 +294,7 @@ def advise_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     return DONE
 
 
-def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner) -> dict[str, Any]:
+def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner) -> JsonObject:
     """One better setting, for the report."""
     change = one.change
     return {
@@ -312,11 +307,10 @@ def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner)
 
 
 def write(
-    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
+    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject, plan: LaunchPlan
 ) -> None:
     """Write the advice to the cache (for `training.strategy: auto` of a configuration), to --out and to --json."""
     from finetune.advise import launch
-    from finetune.runtime.files import write_json
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
     if config is not None:
@@ -339,7 +333,7 @@ def does_not_fit(
     taken, result = make_fit(config, bench, machine.device == "cpu", base)
     names = ", ".join(change.name for change in taken)
     flags = " ".join(bench.flags([word for change in taken for word in change.arguments]))
-    content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
+    content: JsonObject = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
     if result is None or result.measured is None:
         text = f"With DDP more GPUs do not help: each holds the whole model. Tried, but not enough: {names}."
     else:
@@ -367,15 +361,12 @@ def does_not_fit(
             text += f" training.strategy: auto will shard it on this machine, because {reason}."
     print_line(text)
     if options.json:
-        from finetune.runtime.files import write_json
-
         write_json(options.json, content | {"remedies": text})
     return FAILED
 
 
-def sharding_advice(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
+def sharding_advice(config: Config, machine: Hardware) -> tuple[str, JsonObject | None]:
     """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
-    from finetune.advise.machine import devices_here
     from finetune.engine import preflight
     from finetune.engine.optimizer import master_weights
     from finetune.measure import sharding
@@ -406,9 +397,9 @@ def sharding_advice(config: Config, machine: Hardware) -> tuple[str, dict[str, A
 
 
 def add_measured_sharding(
-    text: str, settings: dict[str, Any], rows: list[dict[str, Any]] | None
-) -> tuple[str, dict[str, Any] | None]:
-    """What `shards` returns, completed by a dry run on slices of the model: memory with activations, and step times.
+    text: str, settings: JsonObject, rows: list[JsonObject] | None
+) -> tuple[str, JsonObject | None]:
+    """The result of `sharding_advice` with a dry run on slices of the model: memory with activations, and step times.
 
     Args:
         rows: the dry run's figures by number of ranks; None if it did not run.
@@ -433,15 +424,9 @@ def save_sharding_advice(config: Config, machine: Hardware, settings: Mapping[st
     reason; None, and no advice, if this machine cannot do it.
 
     Args:
-        settings: as `shards` returns them.
+        settings: as `sharding_advice` returns them.
         tried: names of the changes with which one GPU was full, measured.
     """
-    from datetime import UTC, datetime
-
-    from finetune.advise.machine import devices_here
-    from finetune.runtime.files import write_json
-    from finetune.runtime.machine import nccl
-
     world = settings["world_size"]
     if world > devices_here(machine):
         return None
@@ -479,8 +464,6 @@ def advise_by_rules(config: Config, options: argparse.Namespace, gpus: int) -> i
         text = "It is based on models trained in full; here DDP would send only the gradients of the adapter."
         print_line(text)
     if options.json:
-        from finetune.runtime.files import write_json
-
         content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "global_batch_size": batch}
         write_json(options.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})
     return DONE

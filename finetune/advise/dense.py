@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from finetune.bench.study import command as study
 from finetune.errors import UserError
 from finetune.measure.predict import Gradients, Work
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 
 NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
 STEPS = 100_000  # assumed for hours and cost, since the model comes without data
@@ -64,7 +64,7 @@ def candidates(dense: Dense, world_sizes: Sequence[int], machine: Hardware) -> d
     return found
 
 
-def work(result: dict[str, Any], dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Work:
+def work(result: JsonObject, dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Work:
     """A case of the study on one device. Its phases were timed in a separate run, so they are scaled to the step time.
     DDP's buckets are subtracted from the memory, because `predict` adds them."""
     step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]

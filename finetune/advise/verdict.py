@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
@@ -40,7 +40,7 @@ class Row:
         """Whether it can be launched here."""
         return self.here and self.prediction is not None and self.fits is not False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The row as JSON, with the derived figures."""
         own = {name: value for name, value in vars(self).items() if name != "prediction"}
         if self.prediction is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
@@ -13,6 +12,7 @@ from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.machine import nccl
 from finetune.runtime.machine.hardware import Hardware, survey
 from finetune.runtime.ranks import distributed, multinode, process_group
+from finetune.runtime.types import JsonObject
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MIB = 2**20
@@ -30,7 +30,7 @@ def measure(
     warm_up: int = WARM_UP,
     collectives: Sequence[str] = COLLECTIVES,
     machine: Hardware | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Start `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
 
     Args:
@@ -57,7 +57,7 @@ def measure(
     return _complete(found, world_size, machine, environment)
 
 
-def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str, Any]:
+def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObject:
     """`measure`, by the ranks that a launcher has started on several machines; every rank calls it and gets the result,
     which has `hosts` and `machines` as well."""
     from finetune.bench import comm_rank, rank
@@ -75,8 +75,8 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str
 
 
 def _complete(
-    found: dict[str, Any], world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+    found: JsonObject, world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
+) -> JsonObject:
     """A result of `comm_rank.measure` with bandwidths and conditions."""
     for name, rows in found["collectives"].items():
         for row in rows:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 
 # A GPU's clock follows its temperature and power. The study kept its GPUs between 65 and 70 C. Under a steady load a
 # clock moves by one or two steps of 15 MHz (less than 2 % of 1,980 MHz); larger changes make the figures incomparable.
 MOST_CLOCK_DRIFT = 0.03
 MOST_DEGREES = 10
 
-States = Sequence[dict[str, Any] | None]
+States = Sequence[JsonObject | None]
 
 
-def describe(before: States, after: States, machine: Hardware) -> dict[str, Any]:
+def describe(before: States, after: States, machine: Hardware) -> JsonObject:
     """For JSON: the state of each rank's GPU under load at the start and at the end, load average and warnings."""
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
 from finetune.bench.launch import choose_world_sizes
@@ -14,10 +13,11 @@ from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import settings
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
     """Measure every world size. Yields the content of `--json`: {"kind": "step", "runs": [...]}."""
     config = load(rest, command="bench")
     machine = survey()
@@ -66,7 +66,7 @@ def measure(
     *,
     warm_up: int = WARM_UP,
     machine: Hardware | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a configuration on `world_size` ranks and time its steps.
 
     Args:
@@ -103,7 +103,7 @@ def measure(
     }
 
 
-def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
+def bars(runs: Sequence[JsonObject]) -> list[timeline.Bar]:
     """A bar per rank of each world size, in milliseconds."""
     return [
         timeline.bar(f"rank {rank} of {run['world_size']}", one["seconds"])
@@ -112,7 +112,7 @@ def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
     ]
 
 
-def show(run: dict[str, Any]) -> None:
+def show(run: JsonObject) -> None:
     """Print the timeline of a world size, and its rates."""
     timeline.show(bars([run]))
     share = run["exposed_communication_fraction"]

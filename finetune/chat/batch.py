@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 from rich.table import Table
@@ -15,6 +14,7 @@ from finetune.chat.generation import Answer, Generator
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, console, print_line
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -76,7 +76,7 @@ def answers(generator: Generator, encoded: Sequence[list[int]], batch_size: int,
     return [found[place] for place in range(len(encoded))]
 
 
-def result(generator: Generator, prompts: Sequence[str], given: dict[str, list[Answer]]) -> dict[str, Any]:
+def result(generator: Generator, prompts: Sequence[str], given: dict[str, list[Answer]]) -> JsonObject:
     """The content of --json."""
     rows = [
         {"prompt": prompt} | {name: asdict(answered[place]) for name, answered in given.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.runtime import files
@@ -14,6 +14,7 @@ from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
     from finetune.chat.generation import Generator
+    from finetune.chat.load import LoadedModel
     from finetune.engine.checkpoint.run_artifacts import Trained
 
 PURPOSE = (
@@ -170,7 +171,7 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _generator(options: argparse.Namespace, found: Trained, loaded: Any) -> Generator:
+def _generator(options: argparse.Namespace, found: Trained, loaded: LoadedModel) -> Generator:
     from finetune.chat.generation import GenerationSettings, Generator
 
     settings = GenerationSettings(

@@ -18,6 +18,7 @@ from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.engine.model import generation_config
 from finetune.engine.model.loading import complete, end_tokens
 from finetune.errors import RunError, UserError
+from finetune.runtime.types import JsonObject, Model
 
 Messages = list[dict[str, str]]
 
@@ -152,7 +153,7 @@ class Generator:
         system = f"system message {_short(self.system)!r}; " if self.system else ""
         return f"{settings}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What the answers depend on, for --json."""
         config = self.generation_config(self.settings.max_new_tokens)
         drawn = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")} if self.samples else {}
@@ -242,7 +243,7 @@ class Generator:
         return Answer(text=text, tokens=len(ids), finished=finished)
 
 
-def _generated(model: Any, prompts: Sequence[list[int]], settings: Any, further: dict[str, Any]) -> list[list[int]]:
+def _generated(model: Model, prompts: Sequence[list[int]], settings: Any, further: JsonObject) -> list[list[int]]:
     """`complete`, with the model's own defaults out of the way: transformers fills what `settings` leaves open."""
     own = model.generation_config
     model.generation_config = settings

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
@@ -14,6 +14,10 @@ from finetune.engine import preflight
 from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
+from finetune.runtime.types import Model, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +30,14 @@ class LoadedModel:
     """
 
     model: Any
-    base: Any
+    base: Model | None
     tokenizer: Any
     description: str
 
     @contextlib.contextmanager
-    def as_base(self) -> Iterator[Any]:
+    def as_base(self) -> Iterator[Model]:
         """The base model, for the time of a block."""
+        assert self.base is not None
         if self.base is not self.model:
             yield self.base
             return
@@ -66,7 +71,7 @@ def load(
         raise UserError(f"{found.folder} does not record its base model. Name it with --base.")
     if found.adapter is not None or compare:
         _check_base(found, str(name), base is not None)
-    stack = bootstrap.start(_backend(backend, found, base), "error", setting="--backend")
+    stack = bootstrap.start(choose_backend(backend, found, base), "error", setting="--backend")
     import torch
 
     dtype = getattr(torch, found.dtype) if found.dtype else None
@@ -100,7 +105,7 @@ def load(
     return LoadedModel(model=model, base=before, tokenizer=tokenizer, description=description)
 
 
-def _backend(asked: str, found: Trained, base: str | None) -> str:
+def choose_backend(asked: str, found: Trained, base: str | None) -> str:
     """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/answers.py),
     and loads an adapter only with the base model that the adapter names.
 
@@ -125,7 +130,7 @@ def _backend(asked: str, found: Trained, base: str | None) -> str:
     return "auto" if fits and torch.cuda.is_available() else "transformers"
 
 
-def _load_with_unsloth(found: Trained, dtype: Any, **arguments: Any) -> Any:
+def _load_with_unsloth(found: Trained, dtype: torch.dtype | None, **arguments: Any) -> Model:
     import unsloth
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
@@ -177,7 +182,7 @@ def _check_base(found: Trained, name: str, named: bool) -> None:
         )
 
 
-def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any:
+def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer that was saved with the weights; or the base model's, for an adapter that was saved without one."""
     from transformers import AutoTokenizer
 
@@ -192,7 +197,7 @@ def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any
     return with_padding(tokenizer)
 
 
-def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any:
+def _causal_lm(name: str, bits: int | None, dtype: torch.dtype | None, **arguments: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 

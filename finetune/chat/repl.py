@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.columns import Columns
 from rich.live import Live
@@ -20,6 +19,7 @@ from finetune.chat.generation import Answer, Generator, Messages
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, printable
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -66,12 +66,12 @@ def run(generator: Generator, json: Path | None) -> int:
 class Conversation:
     """What was said so far: once with the trained model and, if the base model answers too, once with that."""
 
-    def __init__(self, generator: Generator, turns: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, generator: Generator, turns: list[JsonObject] | None = None) -> None:
         self.generator = generator
         self.number = 1 + (turns[-1]["conversation"] if turns else 0)
         self.sides = ("base", "trained") if generator.loaded.base is not None else ("trained",)
         self.messages: dict[str, Messages] = {side: [] for side in self.sides}
-        self.turns: list[dict[str, Any]] = [] if turns is None else turns  # for --json
+        self.turns: list[JsonObject] = [] if turns is None else turns  # for --json
 
     def respond(self, text: str) -> None:
         """Print the answer to a message. A message that is too long is reported and forgotten."""
@@ -84,7 +84,7 @@ class Conversation:
             print_line(f"{error} /clear forgets what was said.", style="yellow")
             return
         screen = Screen(self.sides)
-        turn: dict[str, Any] = {"conversation": self.number, "prompt": text}
+        turn: JsonObject = {"conversation": self.number, "prompt": text}
         with screen, contextlib.suppress(KeyboardInterrupt):
             for side in self.sides:
                 answer = self._answer(side, encoded[side], screen)
@@ -113,7 +113,7 @@ class Conversation:
 class Streamer(TextStreamer):
     """Passes on the text so far each time that it grows, without special tokens and without a stop text."""
 
-    def __init__(self, generator: Generator, show: Any) -> None:
+    def __init__(self, generator: Generator, show: Callable[[str], None]) -> None:
         super().__init__(generator.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stop, self._show, self._text = generator.stop_string, show, ""
 

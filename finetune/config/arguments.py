@@ -48,8 +48,8 @@ class Argument:
     passed: bool = False
     sets: Mapping[Any, tuple[str, Any]] = field(default_factory=dict)
     excludes: Mapping[Any, tuple[str, Any]] = field(default_factory=dict)
-    kept: tuple[Any, ...] = ()
-    fixed: Any = UNSET
+    kept: tuple[object, ...] = ()
+    fixed: object = UNSET
     reason: str = ""
     remedy: str = ""
     script: str = ""
@@ -61,7 +61,7 @@ class Argument:
         """Why a configuration refuses it, and what to do; "" if it does not."""
         return "; ".join(text for text in (self.reason, self.remedy) if text)
 
-    def is_kept(self, value: Any) -> bool:
+    def is_kept(self, value: object) -> bool:
         """Whether this value describes every run."""
         return any(type(value) is type(one) and value == one for one in self.kept)
 
@@ -419,7 +419,7 @@ def describe_former(name: str, of: str = CONFIG) -> str:
     return f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.left_out}"
 
 
-def key_set_by(name: str, value: Any) -> tuple[str, Any] | None:
+def key_set_by(name: str, value: object) -> tuple[str, Any] | None:
     """The key and value of ours that a name with this value sets, or None if it sets none."""
     if name == "chat_template_path" and isinstance(value, str) and value.endswith((".jinja", ".jinja2")):
         return "model.chat_template", value  # a folder or Hub name would also bring a tokenizer
@@ -431,7 +431,7 @@ def key_set_by(name: str, value: Any) -> tuple[str, Any] | None:
     return known.get(value) if _is_plain(value) else None
 
 
-def key_excluded_by(name: str, value: Any) -> tuple[str, Any] | None:
+def key_excluded_by(name: str, value: object) -> tuple[str, Any] | None:
     """The key of ours, and the value of it, that contradicts a name with this value; None if there is none."""
     return row(name).excludes.get(value) if _is_plain(value) else None
 
@@ -445,5 +445,5 @@ def values(name: str) -> list[Any] | None:
     return found + ([False] if "no" in found else [])  # YAML 1.1 reads an unquoted no as false
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, str | bool)

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from finetune.config.schema import KEYS, DataConfig
-from finetune.config.values import NotAllowed, convert, in_words, show
+from finetune.config.values import NotAllowed, Values, convert, in_words, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class DataSource:
         return self.weight or float(self.epochs or 1)
 
 
-_TYPES: dict[str, Any] = {
+_TYPES: Values = {
     "file": str | list[str],
     "format": KEYS["data.format"].type,
     "columns": dict[str, str],
@@ -71,12 +70,12 @@ def evaluation_sources(data: DataConfig) -> list[DataSource]:
     return [DataSource(file=file) for file in _listed(data.eval_file)]
 
 
-def entry_types() -> dict[str, Any]:
+def entry_types() -> Values:
     """Key -> annotation of an entry of data.train or data.eval."""
     return dict(_TYPES)
 
 
-def entry_errors(entries: list[dict[str, Any]]) -> Iterator[str]:
+def entry_errors(entries: list[Values]) -> Iterator[str]:
     """Everything that is wrong with the entries of data.train or data.eval: what, then what to do."""
     if not entries:
         yield "the list is empty. Name a source, such as {file: a.jsonl}, or remove the key."
@@ -85,8 +84,8 @@ def entry_errors(entries: list[dict[str, Any]]) -> Iterator[str]:
             yield f"entry {number}: {text}"
 
 
-def _entry_errors(entry: dict[str, Any]) -> Iterator[str]:
-    valid: dict[str, Any] = {}
+def _entry_errors(entry: Values) -> Iterator[str]:
+    valid: Values = {}
     for key, value in entry.items():
         if key not in _TYPES:
             near = _OTHER_NAMES.get(str(key)) or next(iter(get_close_matches(str(key), _TYPES)), None)
@@ -102,7 +101,7 @@ def _entry_errors(entry: dict[str, Any]) -> Iterator[str]:
     yield from _contradictions(valid)
 
 
-def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
+def _contradictions(entry: Values) -> Iterator[str]:
     if ("file" in entry) == ("name" in entry):
         both = "both name the rows" if "file" in entry else "neither names the rows"
         yield f"`file` and `name`: {both}. Set file (paths, globs or URLs) or name (a dataset on the Hub)."
@@ -119,7 +118,7 @@ def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
             yield f"`{key}: {value:g}`: must be above 0. Remove the source to leave it out."
 
 
-def _data_source(entry: dict[str, Any]) -> DataSource:
+def _data_source(entry: Values) -> DataSource:
     return DataSource(**{key: convert(value, _TYPES[key]) for key, value in entry.items()})
 
 

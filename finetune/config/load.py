@@ -13,7 +13,7 @@ from finetune.config import arguments
 from finetune.config.rules import contradictions
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
 from finetune.config.sft_fields import CHOICES, choices, sft_fields
-from finetune.config.values import NotAllowed, convert, describe, in_words, members, show
+from finetune.config.values import NotAllowed, Values, convert, describe, in_words, members, show
 from finetune.errors import cut
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
@@ -86,7 +86,7 @@ class Setting(NamedTuple):
     where: str
     section: str
     key: str
-    value: Any
+    value: object
     raw: str | None = None
     written: str = ""  # the former name that the user gave
 
@@ -136,7 +136,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     config_file = plain.get("config")
     settings = [*(_read_yaml(config_file, problems) if config_file else ()), *overrides]
 
-    values: dict[str, Any] = {}
+    values: Values = {}
     origin: dict[str, Setting] = {}
     taken: dict[str, Setting] = {}
     notes: list[str] = []
@@ -175,7 +175,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     return config
 
 
-def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def overrides(pairs: Sequence[str]) -> tuple[Values, list[str]]:
     """The values of `section.key=value`, as a script is given them with --finetune, and notes on former names.
 
     Raises:
@@ -221,7 +221,7 @@ def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
     return setting._replace(section=section, key=now, written=setting.name)
 
 
-def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -> None:
+def _drop_outranked_length(values: Values, origin: dict[str, Setting]) -> None:
     """max_steps and num_train_epochs both set the length: one on the command line outranks the other in the file."""
     for mine, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
         mine, other = f"training.{mine}", f"training.{other}"
@@ -230,7 +230,7 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
             del values[other], origin[other]
 
 
-def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+def _take_over(setting: Setting, values: Values, origin: dict[str, Setting], problems: _Problems) -> None:
     """Set our key for a name of SFTConfig that means the same. One on the command line outranks one in the file."""
     value = _value_of(setting)
     found = arguments.key_set_by(setting.key, value)
@@ -268,7 +268,7 @@ def _why_not_accepted(key: str) -> str:
     return f"must be {allowed} here{why}."
 
 
-def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+def _compare(setting: Setting, values: Values, origin: dict[str, Setting], problems: _Problems) -> None:
     """Report a name of SFTConfig whose value excludes what our key is set to."""
     found = arguments.key_excluded_by(setting.key, _value_of(setting))
     if found is None:
@@ -313,10 +313,10 @@ def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
     return path
 
 
-def _build(section: str, values: dict[str, Any]) -> Any:
+def _build(section: str, values: Values) -> Any:
     """The section with the given values; what is no field of ours goes to its `extra`."""
-    own: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    own: Values = {}
+    extra: Values = {}
     for name, value in values.items():
         if name.startswith(f"{section}."):
             (own if name in KEYS else extra)[name.partition(".")[2]] = value
@@ -476,7 +476,7 @@ def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) 
     return (value,)
 
 
-def _parse(raw: str, annotation: Any) -> Any:
+def _parse(raw: str, annotation: object) -> Any:
     """The text of a command-line value as YAML. If a string is allowed, it stays unchanged unless it is quoted, null or
     a list, mapping or bool that is also allowed: a prompt may contain `: ` or ` #`, a commit may look like a number."""
     if str not in members(annotation):
@@ -491,7 +491,7 @@ def _parse(raw: str, annotation: Any) -> Any:
     return parsed if quoted or is_null or isinstance(parsed, bool | list | dict) else raw
 
 
-def _annotation(section: str, key: str) -> Any:
+def _annotation(section: str, key: str) -> object:
     """The annotation of a key that can be set, None for any other."""
     if key in arguments.REFUSED:
         return None
@@ -503,7 +503,7 @@ def _annotation(section: str, key: str) -> Any:
     return None
 
 
-def _wrong_type(setting: Setting, annotation: Any) -> str:
+def _wrong_type(setting: Setting, annotation: object) -> str:
     """What was expected and, if quotes are missing or not wanted in a file, what to do."""
     expected, value = in_words(annotation), setting.value
     if setting.raw is None and str in members(annotation) and type(value) in (int, float):
@@ -516,7 +516,7 @@ def _wrong_type(setting: Setting, annotation: Any) -> str:
     return f"expected {expected}."
 
 
-def _why_unusable(value: Any) -> str | None:
+def _why_unusable(value: object) -> str | None:
     """What no path, name or count can be, whatever its key; None for all other values."""
     texts = value if isinstance(value, list) else [value]
     if any(isinstance(text, str) and "\0" in text for text in texts):
@@ -582,7 +582,7 @@ def _summary(name: str) -> str:
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
-def dump_setting(key: str, value: Any) -> str:
+def dump_setting(key: str, value: object) -> str:
     """`key: value` on one line, quoted where YAML needs it."""
     shown = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
     return f"{key}: {shown.strip().removesuffix('...').strip()}"  # PyYAML ends a plain scalar with `...`

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 from finetune.config.data_sources import entry_errors
 from finetune.config.schema import DEFAULTS, Config
@@ -186,7 +185,7 @@ def _managed(name: str) -> dict[str, str]:
 
 def managed_arguments(config: Config, given: frozenset[str]) -> Contradictions:
     """Arguments that have a key, or that this program decides."""
-    passed: Mapping[str, Mapping[str, Any]] = {
+    passed: Mapping[str, Mapping[str, object]] = {
         "model.loader_kwargs": config.model.loader_kwargs,
         "lora.adapter_kwargs": config.lora.adapter_kwargs,
     }
@@ -230,7 +229,7 @@ def adapter_arguments(config: Config, given: frozenset[str]) -> Contradictions:
             )
 
 
-def _numbers(value: Any) -> Iterator[int]:
+def _numbers(value: object) -> Iterator[int]:
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | dict):
@@ -567,7 +566,7 @@ IN_BACKWARD += ("apollo_adamw_layerwise",)
 OPTIM_ARGS = re.compile(r"\s*\w+\s*=[^,=]+(,\s*\w+\s*=[^,=]+)*")
 
 
-def why_optimizer_unusable(name: str, target_modules: Any) -> str | None:
+def why_optimizer_unusable(name: str, target_modules: object) -> str | None:
     """Why an optimizer of transformers cannot be used, and what to do; None if it can.
 
     Args:

@@ -47,7 +47,7 @@ def _allowed_versions(config: Config, found: Findings) -> Verdict:
     """Whether the installed versions are in the allowed ranges. Extras that are not installed are ignored."""
     from packaging.requirements import Requirement
 
-    texts = _requirements()
+    texts = requirements()
     if texts is None:
         return "unknown", "finetune is not installed as a package: the versions that it needs are not known"
     missing, outside = [], []
@@ -71,7 +71,7 @@ def _allowed_versions(config: Config, found: Findings) -> Verdict:
     return "ok", "all in the allowed ranges"
 
 
-def _requirements() -> list[str] | None:
+def requirements() -> list[str] | None:
     """What pyproject.toml requires, from the installed package or from the source folder that is run."""
     try:
         return requires("finetune") or []

@@ -12,6 +12,7 @@ from typing import Any
 from finetune.doctor.inspect import Findings
 from finetune.redact import MASK, is_secret_name, redact_tree
 from finetune.runtime.command import new_console
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 Rows = list[tuple[str, str]]
@@ -131,12 +132,12 @@ def _topology_rows(found: Findings) -> Rows:
     return [("machine", found["topology_line"]), *rows]
 
 
-def _verdict(patch: dict[str, Any]) -> str:
+def _verdict(patch: JsonObject) -> str:
     state = "applied" if patch["applied"] else "not applied" if patch["needed"] is not False else "not needed"
     return f"{state}: {patch['reason']}"
 
 
-def _batch_line(batch: dict[str, Any]) -> str:
+def _batch_line(batch: JsonObject) -> str:
     if "refused" in batch:
         return f"refused: {batch['refused']}"
     return (
@@ -144,7 +145,7 @@ def _batch_line(batch: dict[str, Any]) -> str:
     )
 
 
-def _folder_line(one: dict[str, Any]) -> str:
+def _folder_line(one: JsonObject) -> str:
     size = f"{one['size_gib']:.2f} GiB" if one["size_gib"] is not None else f"size unknown: {one['size_unknown']}"
     disk = f"{one['disk_free_gib']:.1f} GiB free on {one['file_system'] or 'an unknown file system'}"
     return f"{one['path']} ({size}; {disk}{'' if one['writable'] else '; cannot be written'})"

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,6 +16,11 @@ from finetune.config.arguments import TRAINER, row, with_current_names
 from finetune.drop_in import backbone
 from finetune.drop_in.overrides import Overrides
 from finetune.runtime.command import print_line
+from finetune.runtime.types import JsonObject, Model, Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
 
 
 class SFTConfig(trl.SFTConfig):
@@ -43,7 +48,9 @@ class TrainingArguments(transformers.TrainingArguments):
         )
 
 
-def complete_arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
+def complete_arguments(
+    args: transformers.TrainingArguments | None, model: Model | str, former: JsonObject, overrides: Overrides
+) -> trl.SFTConfig:
     """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
 
     Args:
@@ -96,7 +103,7 @@ class RowReader:
                      two today unless `completion_only_loss` is set
     """
 
-    formatting_func: Callable[[Any], Any] | None
+    formatting_func: Callable[..., object] | None
     text_field: str
     text_only: bool
     text_first: bool
@@ -115,7 +122,7 @@ class RowReader:
         """Why `column` is the only one."""
         return "as given to the trainer" if self.text_only else "which Unsloth's trainer takes first"
 
-    def takes_batches(self, rows: Any) -> bool:
+    def takes_batches(self, rows: Dataset) -> bool:
         """Whether formatting_func gets columns of several rows and returns their texts, as in TRL before 0.20."""
         if self.formatting_func is None:
             return False
@@ -131,7 +138,9 @@ class RowReader:
         return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
 
 
-def row_reader(args: Any, model: Any, formatting_func: Any, given_field: Any) -> RowReader:
+def row_reader(
+    args: trl.SFTConfig, model: Model | str, formatting_func: Callable[..., object] | None, given_field: object
+) -> RowReader:
     """How the rows of a trainer are read.
 
     Args:
@@ -148,7 +157,7 @@ def row_reader(args: Any, model: Any, formatting_func: Any, given_field: Any) ->
     )
 
 
-def adapter_to_add(model: Any, peft_config: Any) -> Any:
+def adapter_to_add(model: Model, peft_config: PeftConfig | None) -> PeftConfig | None:
     """The adapter that a trainer adds to a model: None for one that has this very adapter, by get_peft_model. TRL
     refuses the two together since 0.20, and ignored `peft_config` before."""
     held = getattr(model, "peft_config", None) or {}
@@ -158,7 +167,7 @@ def adapter_to_add(model: Any, peft_config: Any) -> Any:
     return None
 
 
-def _same_adapter(one: Any, two: Any) -> bool:
+def _same_adapter(one: PeftConfig, two: PeftConfig) -> bool:
     """Whether two configurations make the same adapter. A model's own has its targets as a set, and its base's name."""
     first, second = one.to_dict(), two.to_dict()
     for each in (first, second):
@@ -170,7 +179,7 @@ def _same_adapter(one: Any, two: Any) -> bool:
     return first == second
 
 
-def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
+def _set_row_length(args: trl.SFTConfig, given: int | None, loaded: int | None) -> None:
     """Set `max_length` as Unsloth's trainer does: to the length the model was loaded with, unless the script gives a
     shorter one. TRL's default counts as none given.
 
@@ -185,7 +194,7 @@ def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
     asked = args.max_length
     default = next(one.default for one in dataclasses.fields(trl.SFTConfig) if one.name == "max_length")
     own = bool(asked) and (given is not None or asked != default)
-    args.max_length = min(asked, loaded) if own else loaded
+    args.max_length = min(asked or loaded, loaded) if own else loaded
     if args.max_length == asked:
         return
     why = f"not {asked:,}" if own else "as with Unsloth's own trainer; another max_length makes them shorter"
@@ -204,7 +213,7 @@ class DataCollatorForCompletionOnlyLM:
         response_template: str | list[int],
         instruction_template: str | list[int] | None = None,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         mlm: bool = False,
         ignore_index: int = -100,
     ) -> None:
@@ -215,7 +224,7 @@ class DataCollatorForCompletionOnlyLM:
         self.instruction = None if instruction_template is None else tokens(instruction_template)
         self.pad_token_id, self.ignore_index = tokenizer.pad_token_id, ignore_index
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[JsonObject]) -> dict[str, torch.Tensor]:
         ids = [list(row["input_ids"]) for row in rows]
         longest = max(map(len, ids))
         padded = [one + [self.pad_token_id] * (longest - len(one)) for one in ids]
@@ -244,8 +253,11 @@ class DataCollatorForCompletionOnlyLM:
 
 
 def setup_chat_format(
-    model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
-) -> tuple[Any, Any]:
+    model: transformers.PreTrainedModel,
+    tokenizer: Tokenizer,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+) -> tuple[transformers.PreTrainedModel, Tokenizer]:
     """The ChatML template with its two tokens, and embeddings for them, as TRL's former function of this name.
 
     Raises:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import enum
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.help import script_help
@@ -19,6 +18,11 @@ from finetune.drop_in.refusals import Refused
 from finetune.runtime import scripts
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
+
+if TYPE_CHECKING:
+    import trl
+    from peft import PeftConfig
 
 _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}  # bf16, fp16
 
@@ -27,18 +31,18 @@ _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (Fals
 class Overrides:
     """Values by our keys."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
 
-    def get(self, key: str, otherwise: Any) -> Any:
+    def get(self, key: str, otherwise: object) -> Any:
         """The value of a key, or what the script has."""
         return self.values.get(key, otherwise)
 
-    def section(self, section: str) -> dict[str, Any]:
+    def section(self, section: str) -> JsonObject:
         """The values of a section that are no arguments of SFTConfig, by their names there."""
         own = {key: value for key, value in self.values.items() if SCRIPT_KEYS.get(key, key) == ""}
         return {key.partition(".")[2]: value for key, value in own.items() if key.startswith(f"{section}.")}
 
-    def set_arguments(self, args: Any) -> None:
+    def set_arguments(self, args: trl.SFTConfig) -> None:
         """Change the user's SFTConfig, in place: a script may read its output_dir again."""
         for key, value in self.values.items():
             name = SCRIPT_KEYS.get(key) if key in SCRIPT_KEYS else key.partition(".")[2]
@@ -64,7 +68,7 @@ class Overrides:
         now = getattr(args, name)
         setattr(args, name, type(now)(value) if isinstance(now, enum.Enum) else value)
 
-    def adapter(self, peft_config: Any) -> Any:
+    def adapter(self, peft_config: PeftConfig | None) -> PeftConfig | None:
         """The adapter with the values of `lora.`.
 
         Raises:

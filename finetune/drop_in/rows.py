@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,18 @@ from finetune.errors import UserError, describe
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
 
-Collator = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
+if TYPE_CHECKING:
+    import trl
+    from datasets import Dataset
+
+Row = Mapping[str, Any]
+Collator = Callable[[Sequence[Row]], Row]  # a data collator
 _BATCH_ROWS = 1000  # of TRL's preparation
 _DIGEST_ROWS = 1000
 _PROBED_ROWS = 16
 
 
-def sources(datasets: Mapping[str, Any], args: Any, reading: RowReader) -> dict[str, Source]:
+def sources(datasets: Mapping[str, object], args: trl.SFTConfig, reading: RowReader) -> dict[str, Source]:
     """The rows of every split, before anything is loaded. Every rank calls it.
 
     Args:
@@ -37,8 +42,8 @@ def sources(datasets: Mapping[str, Any], args: Any, reading: RowReader) -> dict[
         Refused: rows that this trainer cannot use.
         UserError: on every rank: the ranks were given different rows.
     """
-    refusals.check_datasets(datasets, args)
-    found = {split: source(given, refusals.argument_name(split), reading) for split, given in datasets.items()}
+    checked = refusals.check_datasets(datasets, args)
+    found = {split: source(given, refusals.argument_name(split), reading) for split, given in checked.items()}
     own = {one.name: one.identity for one in found.values()}
     for rank, theirs in enumerate(everyone := distributed.gather_objects(own)):
         for name in own:
@@ -83,7 +88,7 @@ def source(rows: Any, name: str, reading: RowReader) -> Source:
     return Source(name=name, open=read, identity=identity, text_field=text_field, as_trl=True)
 
 
-def batch_texts(formatting_func: Callable[[Any], list[str]], rows: Any, name: str) -> Iterator[Item]:
+def batch_texts(formatting_func: Callable[..., object], rows: Any, name: str) -> Iterator[Item]:
     """The texts of a formatting_func that takes batches: of 1,000 rows, as by TRL, and as many as it returns.
 
     Raises:
@@ -110,7 +115,7 @@ def batch_texts(formatting_func: Callable[[Any], list[str]], rows: Any, name: st
         first += size
 
 
-def row_text(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:
+def row_text(formatting_func: Callable[..., object], row: Mapping[str, object], where: str) -> str:
     """The text of one row.
 
     Raises:
@@ -145,7 +150,7 @@ def content_digest(rows: Any) -> str:
     return digest.hexdigest()
 
 
-def code_digest(*functions: Any) -> str | None:
+def code_digest(*functions: object) -> str | None:
     """Digest of functions and objects that change rows, with what they refer to. Where it cannot be computed, the id of
     this launch: the cache is then not used again."""
     used = [function for function in functions if function is not None]
@@ -168,7 +173,7 @@ def code_digest(*functions: Any) -> str | None:
 # --- a data collator of the user's ------------------------------------------------------------------------------------
 
 
-def only_pads(collator: Any) -> bool:
+def only_pads(collator: object) -> bool:
     """Whether a collator is one of those that take the labels as they are: the batches of this trainer say the same."""
     import transformers
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -181,7 +186,7 @@ def only_pads(collator: Any) -> bool:
     return collator is None or type(collator) in (DataCollatorForLanguageModeling, *padding)
 
 
-def labeled_source(rows: Any, collator: Collator, name: str, identity: Any) -> Source:
+def labeled_source(rows: Any, collator: Collator, name: str, identity: object) -> Source:
     """Tokenized rows with the labels that the collator computes for each of them.
 
     Args:
@@ -203,7 +208,7 @@ def labeled_source(rows: Any, collator: Collator, name: str, identity: Any) -> S
     return Source(name=name, open=read, identity=[identity, kind, code_digest(collator)], format="tokenized")
 
 
-def check_collator(collator: Collator, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_collator(collator: Collator, rows: Sequence[Row]) -> None:
     """Check on a few rows that a collator treats each row by itself, and always in the same way.
 
     Raises:
@@ -224,7 +229,7 @@ def check_collator(collator: Collator, rows: Sequence[Mapping[str, Any]]) -> Non
             )
 
 
-def _collated(collator: Collator, rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[int]]]:
+def _collated(collator: Collator, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
     """(input_ids, labels) of each row of a batch, without padding.
 
     Raises:
@@ -258,7 +263,7 @@ def _collated(collator: Collator, rows: Sequence[Mapping[str, Any]]) -> list[tup
 # --- rows of a constant length ----------------------------------------------------------------------------------------
 
 
-def wrapped_source(found: Rows, length: int, name: str, identity: Any) -> Source:
+def wrapped_source(found: Rows, length: int, name: str, identity: object) -> Source:
     """`packing_strategy="wrapped"`: all documents in order as one sequence, cut into rows of `length` tokens. A row
     is then one document: its tokens attend to those of the document before, as in TRL.
 
@@ -314,7 +319,7 @@ class PackedRows:
         return {"input_ids": ids, "labels": labels, "seq_lengths": [len(document[0]) for document in documents]}
 
     @cached_property
-    def _copy(self) -> Any:
+    def _copy(self) -> Dataset:
         import datasets
 
         return datasets.Dataset.from_dict(self[:])
@@ -325,6 +330,6 @@ class PackedRows:
         return getattr(self._copy, name)
 
 
-def as_dataset(layout: Layout) -> Any:
+def as_dataset(layout: Layout) -> Dataset | PackedRows:
     """The rows of a layout as TRL would hold them: a `datasets.Dataset`, or PackedRows."""
     return layout.rows.dataset if layout.packs.pack_length is None else PackedRows(layout)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -23,11 +22,13 @@ from finetune.engine.monitoring.callbacks import FirstGradients, Profile, StopOn
 from finetune.engine.monitoring.run_logger import Dashboard, RunLogger
 from finetune.engine.record import RunRecord
 from finetune.engine.session import Build
+from finetune.engine.trainer import SFTTrainer
 from finetune.errors import UserError
 from finetune.measure import micro_batch, scoring
 from finetune.runtime import startup
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import activity, distributed, interrupt
+from finetune.runtime.types import JsonObject
 
 _NOTHING = {"eval_loss": None, "exact_match": None}
 
@@ -43,29 +44,36 @@ class ScriptRun(run.Door):
 
     resume_with = "trainer.train(resume_from_checkpoint=True)"
 
-    def __init__(self, trainer: Any, train: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        job: Job,
+        take_batch: Callable[[JsonObject], None],
+        train: Callable[..., object],
+    ) -> None:
         """
         Args:
+            take_batch: takes the step of a checkpoint's manifest.
             train: the engine's `train` of this trainer, which the script's own class may call otherwise.
         """
-        self._trainer, self._train = trainer, train
+        self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
 
     def above(self) -> run.Above:
         return run.Above(micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
-        job, trainer, training = self._trainer.job, self._trainer, config.training
+        job, trainer, training = self._job, self._trainer, config.training
         job.config = config
         resuming = bool(training.resume_from_checkpoint)
         checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
         checkpoints.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
-        trainer.take_checkpoint_batch(start.found.manifest)
+        self._take_batch(start.found.manifest)
         config = job.config = replace(config, training=settings.with_batch(training, job.batch))
         job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 
-    def finished(self, job: Job, start: resume.Start) -> dict[str, Any] | None:
+    def finished(self, job: Job, start: resume.Start) -> JsonObject | None:
         """Only with a checkpoint: the script goes on with the trained weights.
 
         Raises:
@@ -82,7 +90,7 @@ class ScriptRun(run.Door):
             return None
         return super().finished(job, start)
 
-    def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> Any:
+    def leave_finished(self, job: Job, start: resume.Start, done: JsonObject) -> object:
         return self._train(str(start.found.path))  # no step is left: it loads the weights
 
     def take_folder(self, job: Job, start: resume.Start) -> None:
@@ -114,10 +122,10 @@ class ScriptRun(run.Door):
             for callback in own:
                 trainer.remove_callback(callback)
 
-    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+    def train(self, trainer: object, checkpoint: str | None, *, rebuild: bool) -> object:
         return self._train(checkpoint, rebuild=rebuild)
 
-    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[dict[str, Any], None]:
+    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[JsonObject, None]:
         """Unseen by the script's callbacks and its log. A signal meanwhile must not cost the script its model."""
         trainer, logger = built.trainer, built.logger
         held_out = trainer.eval_layout
@@ -134,14 +142,14 @@ class ScriptRun(run.Door):
                     losses[name] = metrics[f"eval_{name}_loss" if name else "eval_loss"]
         return _NOTHING | {"eval_loss": losses if isinstance(held_out, Mapping) else losses[""]}, None
 
-    def save(self, trainer: Any, output_dir: Path) -> None:
+    def save(self, trainer: object, output_dir: Path) -> None:
         """Left to the script, whose `save_model` adds `final_files` to run.json."""
 
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         """Nothing: the script goes on."""
 
 
-def _evaluated(trainer: Any, logger: RunLogger) -> dict[str, float]:
+def _evaluated(trainer: SFTTrainer, logger: RunLogger) -> dict[str, float]:
     """The losses by name of each set that this run has evaluated with the weights it ended with."""
     found = best.summary(trainer)
     step = found["step"] if found is not None and found["loaded"] else trainer.state.global_step
@@ -155,7 +163,14 @@ class TrlMetrics(transformers.TrainerCallback):
     def __init__(self, logger: RunLogger) -> None:
         self._logger = logger
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: transformers.TrainingArguments,
+        state: TrainerState,
+        control: transformers.TrainerControl,
+        logs: JsonObject | None = None,
+        **kwargs: object,
+    ) -> None:
         if logs is None or "loss" not in logs:
             return
         metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}

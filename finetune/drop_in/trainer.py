@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -36,9 +36,20 @@ from finetune.engine.session import Build
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime import scripts
+from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import INTERRUPTED, in_words
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, interrupt, process_group
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import trl
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    Shown = Dataset | rows.PackedRows  # prepared rows, as the script sees them
 
 # TRL's names for metrics that are called otherwise in this project.
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
@@ -55,21 +66,21 @@ class SFTTrainer(engine.SFTTrainer):
     @names.script_names()
     def __init__(
         self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        model: Model | str,
+        args: transformers.TrainingArguments | None = None,
+        data_collator: rows.Collator | None = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], JsonObject] | None = None,
         preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        formatting_func: Callable[[Any], str] | None = None,
+        quantization_config: object = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[..., object] | None = None,
         *,
         global_batch_size: int | None = None,
         **older: Any,
@@ -123,7 +134,7 @@ class SFTTrainer(engine.SFTTrainer):
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
-        with scripts.no_folder_left(Path(given.output_dir)):
+        with scripts.no_folder_left(Path(str(given.output_dir))):
             super().__init__(
                 model=loaded,
                 args=settings.training_arguments(given, self.job.batch),
@@ -153,7 +164,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Any, data: Data, layers: liger.Choice) -> Job:
+    def _open_job(self, model: Model, data: Data, layers: liger.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.model_stack(model, STACK)
         batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
@@ -183,13 +194,13 @@ class SFTTrainer(engine.SFTTrainer):
             size=model_size(model),
         )
 
-    def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
+    def _configuration(self, model: Model, stack: Stack, batch: Batch) -> Config:
         is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
         training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
         return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.section("logging")))
 
-    def _check_rows(self, model: Any, data: Data) -> None:
+    def _check_rows(self, model: Model, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.
 
         Raises:
@@ -201,7 +212,7 @@ class SFTTrainer(engine.SFTTrainer):
             refusals.check_row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
-    def _layer_kernels(stack: Any, model: Any, args: Any) -> liger.Choice:
+    def _layer_kernels(stack: Stack, model: Model, args: trl.SFTConfig) -> liger.Choice:
         """Liger's if the script asks for them, else those of the model as the script loads it.
 
         Raises:
@@ -232,18 +243,20 @@ class SFTTrainer(engine.SFTTrainer):
         self._shown = rows.as_dataset(self.layout)
         held_out = self.eval_layout
         if isinstance(held_out, Mapping):
-            self._shown_eval: Any = {name: rows.as_dataset(one) for name, one in held_out.items()}
+            self._shown_eval: Shown | dict[str, Shown] | None = {
+                name: rows.as_dataset(one) for name, one in held_out.items()
+            }
         else:
             self._shown_eval = None if held_out is None else rows.as_dataset(held_out)
 
     @property
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> Shown:
         """The tokenized training rows, or packs of them. Rows that are set later, such as those of Unsloth's
         `train_on_responses_only`, replace them in the plan."""
         return self._shown if self._ready else self.layout.rows.dataset
 
     @train_dataset.setter
-    def train_dataset(self, value: Any) -> None:
+    def train_dataset(self, value: object) -> None:
         if not self._ready or value is self._shown:
             return
         data = self.preparation({"train": value})
@@ -257,12 +270,12 @@ class SFTTrainer(engine.SFTTrainer):
         self._show_layouts()
 
     @property
-    def eval_dataset(self) -> Any:
+    def eval_dataset(self) -> Shown | dict[str, Shown] | None:
         """The tokenized held-out rows, or several sets of them by name."""
         return self._shown_eval if self._ready else engine.datasets_of(self.eval_layout)
 
     @eval_dataset.setter
-    def eval_dataset(self, value: Any) -> None:
+    def eval_dataset(self, value: object) -> None:
         if not self._ready or value is self._shown_eval:
             return
         held_out = {}
@@ -280,11 +293,11 @@ class SFTTrainer(engine.SFTTrainer):
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
         *,
         resume_with_changes: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainOutput:
         """Train to the end. A signal ends the program after a checkpoint, with exit code 130.
 
@@ -308,7 +321,8 @@ class SFTTrainer(engine.SFTTrainer):
         )
         config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
-        door = ScriptRun(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
+        train = functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval)
+        door = ScriptRun(self, self.job, self.take_checkpoint_batch, train)
         try:
             with interrupt.installed(), process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = run.run(door, config, record)
@@ -326,7 +340,7 @@ class SFTTrainer(engine.SFTTrainer):
         self._record = record
         return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
 
-    def take_checkpoint_batch(self, manifest: Mapping[str, Any]) -> None:
+    def take_checkpoint_batch(self, manifest: JsonObject) -> None:
         """Take the step of a checkpoint that was launched on another number of processes, if its size follows from
         that number, so that the plan is the checkpoint's.
 
@@ -353,12 +367,15 @@ class SFTTrainer(engine.SFTTrainer):
     def take_launch_batch(self, gpus: int) -> int:
         """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
         then one of its ranks. Returns their number."""
-        for world in range(max(gpus, 1), 0, -1):
+        world = max(gpus, 1)
+        while True:
             try:
                 batch = settings.batch(self.given, self._global_batch_size, world)
+                break
             except UserError:
-                continue
-            break
+                if world == 1:
+                    raise
+                world -= 1
         self._take_batch(batch)
         return world
 
@@ -424,7 +441,7 @@ class SFTTrainer(engine.SFTTrainer):
             load_best_model_at_end=False,
         )
 
-    def _set_arguments(self, **changed: Any) -> None:
+    def _set_arguments(self, **changed: object) -> None:
         for name, value in changed.items():
             setattr(self.args, name, value)
         self._accept_arguments()
@@ -433,7 +450,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     @names.script_names()
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Metrics over the held-out rows or those of another dataset, which is tokenized like them: the loss per
         supervised token, exact on any number of GPUs, with TRL's names for accuracy and entropy.
@@ -460,7 +477,7 @@ class SFTTrainer(engine.SFTTrainer):
         size = self.args.per_device_eval_batch_size * self.args.world_size
         return metrics | speed_metrics(prefix, started, len(layout), math.ceil(len(layout) / size))
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> NoReturn:
         """Not supported: evaluation does not build the logits that it would return."""
         raise refusals.Refused(
             "predict() returns the logits of every token, which this trainer does not build. Use evaluate() for the "
@@ -483,7 +500,7 @@ class SFTTrainer(engine.SFTTrainer):
             record.try_update(final_files=weights)  # the script may write the other files again
 
 
-def _by_split(eval_dataset: Any) -> dict[str, Any]:
+def _by_split(eval_dataset: object) -> dict[str, object]:
     """The held-out datasets by the name of their split: "eval", or "eval_NAME" for each of a mapping."""
     if eval_dataset is None:
         return {}

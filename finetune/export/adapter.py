@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from finetune.errors import UserError
+from finetune.runtime.types import JsonObject
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -62,7 +63,7 @@ class Adapter:
     """The tensors of an adapter's file, by the path of the module that they change."""
 
     folder: Path
-    config: dict[str, Any]
+    config: JsonObject
     changes: dict[str, Change] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ _ENDINGS = {
 }
 
 
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_config(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse what the merge does not compute."""
 
     def refuse(what: str) -> UserError:

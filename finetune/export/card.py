@@ -14,6 +14,7 @@ from finetune.export.source import Source
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
 from finetune.runtime.files import write_text
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 # Settings that say nothing about the model: where files were, and what was logged.
@@ -120,7 +121,7 @@ def _usage(base: str, form: str) -> list[str]:
     return ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "PATH OR NAME")']
 
 
-def _data(record: dict[str, Any]) -> Iterator[str]:
+def _data(record: JsonObject) -> Iterator[str]:
     section = record.get("config", {}).get("data", {})
     for key in ("train_file", "dataset_name", "train", "eval_file"):
         if section.get(key):
@@ -135,11 +136,11 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _metrics(record: dict[str, Any], step: int | None) -> Iterator[str]:
+def _metrics(record: JsonObject, step: int | None) -> Iterator[str]:
     if step is not None:
         yield f"| optimizer steps | {step:,} |"
     if step == record.get("steps"):  # of the final model
@@ -153,9 +154,9 @@ def _metrics(record: dict[str, Any], step: int | None) -> Iterator[str]:
             yield f"| last training loss | {losses[-1]:.4f} |"
 
 
-def _settings(record: dict[str, Any]) -> dict[str, Any]:
+def _settings(record: JsonObject) -> JsonObject:
     """The settings that differ from the defaults, by section."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for name in KEYS:
         section, _, key = name.partition(".")
         values = record.get("config", {}).get(section, {})
@@ -168,7 +169,7 @@ def _settings(record: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _command(record: dict[str, Any]) -> str:
+def _command(record: JsonObject) -> str:
     """The launch command, with the configuration's file name; --section.key options are among the settings."""
     size = record.get("world_size")
     on_cpu = (record.get("hardware") or {}).get("device") == "cpu"

@@ -30,10 +30,13 @@ import math
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
+
+Json: TypeAlias = dict[str, Any]
 
 FACTOR = 4.0
 LOST = 0.1
@@ -47,6 +50,20 @@ SLACK = 2.0**-20  # of a tensor's largest value
 RESERVE = 2**30  # bytes for activations
 SPARE = 8  # rows of a table of positions that may be for padding
 GGUF_TOP = 20  # log-probabilities that llama.cpp is asked for, at each position
+
+
+class Model(Protocol):
+    """A transformers or PEFT model, by what is used here."""
+
+    config: Any
+
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, **inputs: object) -> Any: ...
+    def generate(self, **options: object) -> torch.Tensor: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 def main() -> int:
@@ -67,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def check(job: dict[str, Any]) -> dict[str, Any]:
+def check(job: Json) -> Json:
     """The finding of a job: {passed, why, ...}.
 
     The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `exported` (a folder) or `gguf` (a
@@ -79,13 +96,13 @@ def check(job: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     with torch.no_grad():
-        return _check_gguf(job) if "gguf" in job else _check_folder(job)
+        return _check_gguf(job) if "gguf" in job else check_folder(job)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
+def check_folder(job: Json) -> Json:
     from transformers import AutoTokenizer
 
     exported = Path(job["exported"])
@@ -94,12 +111,12 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
         AutoTokenizer.from_pretrained(f, trust_remote_code=trusted) for f in (job["tokenizer"], exported)
     )
     prompts = [_token_ids(before, text) for text in job["prompts"]]
-    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
+    found: Json = {"passed": False, "why": "", "factor": FACTOR}
     if prompts != [_token_ids(tokenizer, text) for text in job["prompts"]]:
         return found | {"why": "the exported tokenizer gives other tokens"}
     if before.chat_template != tokenizer.chat_template and not job.get("new_template"):
         return found | {"why": "the exported tokenizer has another chat template"}
-    device, dtype = _choose_device(job)
+    device, dtype = choose_device(job)
     found |= {"device": str(device), "dtype": _dtype_name(dtype)}
 
     reference = _load_reference(job, dtype, device, len(tokenizer), exported)
@@ -108,26 +125,26 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     least, most = LOSS_TOKENS[device.type]
     tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
-    rows = _rows(job.get("rows") or [], min(max(tokens, least), most))
-    losses = {"run": _losses(reference, rows)}
+    rows = take_rows(job.get("rows") or [], min(max(tokens, least), most))
+    losses = {"run": token_losses(reference, rows)}
     if hasattr(reference, "disable_adapter"):
         with reference.disable_adapter():
-            losses["base"] = _losses(reference, rows)
+            losses["base"] = token_losses(reference, rows)
     if (exported / "adapter_config.json").is_file():
         found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), {}
     else:
-        stored = _open_tensors(Path(job["model"])) if "model" in job else {}
-        found["tensors"], rounded = _compare_tensors(reference, stored, exported, dtype)
+        stored = open_tensors(Path(job["model"])) if "model" in job else {}
+        found["tensors"], rounded = compare_tensors(reference, stored, exported, dtype)
     del reference
     gc.collect()
 
     model = _load_export(job, exported, dtype, device)
     own_answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    losses["export"] = _losses(model, rows)
+    losses["export"] = token_losses(model, rows)
     _add_roundings(model, rounded, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    losses["noisy"] = _losses(model, rows)
+    losses["noisy"] = token_losses(model, rows)
 
     bound = FACTOR * _largest_difference(own, noisy)
     found["logits"] = {
@@ -136,17 +153,17 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
         "largest": max(float(x.abs().max()) for x in wanted),
     }
     if rows:
-        found["loss"] = _compare_losses(losses)
+        found["loss"] = compare_losses(losses)
     lengths = [len(ids) for ids in prompts]
     found["answers"] = [
-        _compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
+        compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
     ]
-    found["why"] = _verdict(found)
+    found["why"] = verdict(found)
     found["passed"] = not found["why"]
     return found
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def verdict(found: Json) -> str:
     """What is wrong, or ""."""
     wrong, logits = found["tensors"]["wrong"], found["logits"]
     if wrong:
@@ -165,7 +182,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return ""
 
 
-def _choose_device(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+def choose_device(job: Json) -> tuple[torch.device, torch.dtype]:
     """Where to compute and in what dtype: float32 if a copy of the model fits, on the GPU if there is one."""
     folder = Path(job["base"] if "adapter" in job else job["exported"])
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -193,7 +210,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return torch.float32
 
 
-def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
+def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -203,7 +220,7 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
-    stored = _open_tensors(folder) if dtype in DROPPED_BITS else {}
+    stored = open_tensors(folder) if dtype in DROPPED_BITS else {}
     for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
         if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
             parameter.copy_(_round_stochastically(stored[name].get_tensor(name), dtype, name))
@@ -211,26 +228,24 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_reference(job: dict[str, Any], dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
+def _load_reference(job: Json, dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
     """The model before the export: base and adapter side by side, or the fully trained model."""
     if "adapter" not in job:
-        return _load(Path(job["model"]), job, dtype).to(device).eval()
-    return _load_with_adapter(job, Path(job["adapter"]), dtype, device, exported)
+        return load_model(Path(job["model"]), job, dtype).to(device).eval()
+    return load_with_adapter(job, Path(job["adapter"]), dtype, device, exported)
 
 
-def _load_export(job: dict[str, Any], exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_export(job: Json, exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
     if (exported / "adapter_config.json").is_file():
-        return _load_with_adapter(job, exported, dtype, device, exported)
-    return _load(exported, job, dtype).to(device).eval()
+        return load_with_adapter(job, exported, dtype, device, exported)
+    return load_model(exported, job, dtype).to(device).eval()
 
 
-def _load_with_adapter(
-    job: dict[str, Any], adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path
-) -> Any:
+def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
     from peft import PeftModel
     from safetensors import safe_open
 
-    base = _load(Path(job["base"]), job, dtype)
+    base = load_model(Path(job["base"]), job, dtype)
     if getattr(base, "is_quantized", False):
         base = base.dequantize(dtype=dtype).to(dtype)
     for key in (file := safe_open(adapter / "adapter_model.safetensors", framework="pt")).keys():
@@ -246,7 +261,7 @@ def _load_with_adapter(
     return PeftModel.from_pretrained(base, adapter, local_files_only=True).to(device).eval()
 
 
-def _is_tied(config: dict[str, Any]) -> bool:
+def _is_tied(config: Json) -> bool:
     text = config.get("text_config") or {}
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
 
@@ -254,9 +269,9 @@ def _is_tied(config: dict[str, Any]) -> bool:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _compare_tensors(
-    reference: Any, stored: dict[str, Any], exported: Path, computed: torch.dtype
-) -> tuple[dict[str, Any], dict[str, float]]:
+def compare_tensors(
+    reference: Model, stored: Json, exported: Path, computed: torch.dtype
+) -> tuple[Json, dict[str, float]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
     the u of each tensor that the export rounds, by name: those that the adapter changes, and float32 weights that
     become narrower.
@@ -265,7 +280,7 @@ def _compare_tensors(
         stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
         computed: the dtype that the models compute in, which the export is loaded in.
     """
-    where = _open_tensors(exported)
+    where = open_tensors(exported)
     wrong: list[str] = []
     rounded: dict[str, float] = {}
     changed = 0
@@ -283,13 +298,13 @@ def _compare_tensors(
         changed += merged
         if merged or not torch.equal(own.float(), whole):
             rounded[name] = _relative_rounding(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
-        if why := _difference(name, own, whole, merged=merged):
+        if why := tensor_difference(name, own, whole, merged=merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
 
 
-def _open_tensors(folder: Path) -> dict[str, Any]:
+def open_tensors(folder: Path) -> Json:
     """The file of each tensor of a model."""
     from safetensors import safe_open
 
@@ -297,7 +312,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
-def _merged_tensors(model: Any) -> Any:
+def _merged_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """(name in the plain model, tensor, whether the adapter changed it) of each parameter and saved buffer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -333,7 +348,7 @@ def _merged_tensors(model: Any) -> Any:
             yield name, tensor, False
 
 
-def _difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged: bool) -> str | None:
+def tensor_difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged: bool) -> str | None:
     """What differs, or None."""
     if own.shape != reference.shape:
         return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
@@ -373,7 +388,7 @@ def _relative_rounding(exact: torch.Tensor, dtype: torch.dtype) -> float:
     return math.sqrt(3 * share) * 2.0 ** (1 - SIGNIFICANT_BITS[dtype])
 
 
-def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
+def _compare_files(adapter: Path, exported: Path) -> Json:
     """Compare the tensors of two adapter files bit by bit."""
     from safetensors.torch import load_file
 
@@ -394,14 +409,14 @@ def _token_ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
 
 
-def _positions(model: Any) -> int:
+def _positions(model: Model) -> int:
     """Tokens that the model has positions for. Fewer than it says: the first of a table may be for padding."""
     config = model.config.get_text_config()
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     return min((most - SPARE for most in named if isinstance(most, int) and most > SPARE), default=sys.maxsize)
 
 
-def _generate(model: Any, ids: list[int], count: int) -> list[int]:
+def _generate(model: Model, ids: list[int], count: int) -> list[int]:
     given, count = torch.tensor([ids], device=model.device), min(count, _positions(model) - len(ids))
     found = model.generate(
         input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -409,7 +424,7 @@ def _generate(model: Any, ids: list[int], count: int) -> list[int]:
     return found[0, len(ids) :].tolist()
 
 
-def _logits(model: Any, ids: list[int]) -> torch.Tensor:
+def _logits(model: Model, ids: list[int]) -> torch.Tensor:
     """(tokens, vocabulary), float32 on the CPU."""
     given = torch.tensor([ids], device=model.device)
     return model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False).logits[0].float().cpu()
@@ -419,7 +434,7 @@ def _largest_difference(one: list[torch.Tensor], two: list[torch.Tensor]) -> flo
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
-def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype) -> None:
+def _add_roundings(model: Model, rounded: dict[str, float], computed: torch.dtype) -> None:
     """Disturb the model as roundings of weights, by their u in `rounded`, and of each layer's output to `computed` do:
     see the top of this file."""
     generator = torch.Generator(device=model.device).manual_seed(1)
@@ -432,7 +447,7 @@ def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype)
         if name in rounded:
             parameter.mul_(1 + rounded[name] * random(parameter))
 
-    def hook(layer: Any, inputs: Any, output: Any) -> Any:
+    def hook(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> object:
         if not isinstance(output, torch.Tensor):
             return output
         size = max(of_outputs, 2.0**-24 * math.sqrt(inputs[0].shape[-1]))
@@ -443,9 +458,14 @@ def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype)
             layer.register_forward_hook(hook)
 
 
-def _compare_answers(
-    wanted: list[int], own: list[int], logits: torch.Tensor, prompt: int, near: float, tokenizer: Any
-) -> dict[str, Any]:
+def compare_answers(
+    wanted: list[int],
+    own: list[int],
+    logits: torch.Tensor,
+    prompt: int,
+    near: float,
+    tokenizer: Any,
+) -> Json:
     """The two answers to a prompt, and whether they are equal, differ, or differ from a tie on."""
     texts = {"expected": tokenizer.decode(wanted), "found": tokenizer.decode(own), "tokens": len(wanted)}
     place = next((n for n, pair in enumerate(zip(wanted, own, strict=False)) if pair[0] != pair[1]), None)
@@ -459,7 +479,7 @@ def _compare_answers(
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(rows: list[Any], most: int) -> list[tuple[list[int], list[int]]]:
+def take_rows(rows: list[list[list[int]]], most: int) -> list[tuple[list[int], list[int]]]:
     """As many rows as have `most` tokens, long ones and the last one cut. Left out are those without a supervised token
     then."""
     found = []
@@ -471,7 +491,7 @@ def _rows(rows: list[Any], most: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def _losses(model: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+def token_losses(model: Model, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """The loss of each supervised token, in order."""
     found = [torch.empty(0)]
     for ids, labels in rows:
@@ -481,7 +501,7 @@ def _losses(model: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor
     return torch.cat(found)
 
 
-def _compare_losses(losses: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compare_losses(losses: dict[str, torch.Tensor]) -> Json:
     """Mean losses of the base model, the run and the export, and what the last may be above the second."""
     means = {name: float(losses[name].mean()) for name in ("base", "run", "export") if name in losses}
     gained = max(means["base"] - means["run"], 0.0) if "base" in means else 0.0
@@ -492,7 +512,7 @@ def _compare_losses(losses: dict[str, torch.Tensor]) -> dict[str, Any]:
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
+def _check_gguf(job: Json) -> Json:
     """Compare llama.cpp on the GGUF file with transformers on the folder it was converted from.
 
     llama.cpp multiplies with activations and a key-value cache in 16 bits, so the roundings are those of float16.
@@ -502,8 +522,8 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(job["exported"])
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [_token_ids(tokenizer, text) for text in job["prompts"]]
-    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
-    device, dtype = _choose_device(job)
+    found: Json = {"passed": False, "why": "", "factor": FACTOR}
+    device, dtype = choose_device(job)
     model = _load_export(job, folder, dtype, device)
     answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
@@ -526,13 +546,13 @@ def _top_difference(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def _llama(
-    job: dict[str, Any],
+    job: Json,
     prompts: list[list[int]],
     answers: list[list[int]],
     wanted: list[torch.Tensor],
     bound: float,
     tokenizer: Any,
-) -> dict[str, Any]:
+) -> Json:
     """Generate with llama.cpp and compare tokens and log-probabilities, position by position."""
     import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -563,7 +583,7 @@ def _llama(
                 break
         if len(own) < len(answer) and ends & {*own[-1:], answer[len(own)]}:
             answer = answer[: len(own)]  # llama.cpp stops at an end token, with or without it
-        outcomes.append(_compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
+        outcomes.append(compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
     if not why and not largest <= bound:
         why = f"log-probabilities differ by {largest:.3g}, and rounding explains {bound:.3g}"
     if not why and any(one["outcome"] == "differs" for one in outcomes):

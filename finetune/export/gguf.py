@@ -14,6 +14,7 @@ from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, subprocesses
+from finetune.runtime.types import Tokenizer
 
 CONVERTER = "convert_hf_to_gguf.py"
 QUANTIZER = "llama-quantize"
@@ -87,7 +88,7 @@ def exact_kind(kind: str) -> str:
     return kind if kind in EXACT else "f16"
 
 
-def complete_tokenizer(folder: Path, origins: Iterable[Path], tokenizer: Any) -> None:
+def complete_tokenizer(folder: Path, origins: Iterable[Path], tokenizer: Tokenizer) -> None:
     """Add to a merged model what the converter reads and transformers 5 does not save: the SentencePiece file, without
     which pieces lose their scores; added tokens in tokenizer_config.json; and whether a text begins with the first
     token, which the converter otherwise assumes of SentencePiece.

@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
 from finetune.export.weights import Entry, Weights, write
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 SHARD_BYTES = 5_000_000_000  # as transformers' save_pretrained has it since 5.0: 5 GB files are what hubs handle well
 
@@ -118,7 +119,7 @@ class Merge:
             self._written += float(torch.dot((found.float().sub_(base)).reshape(-1), update))
         return found
 
-    def new_config(self) -> dict[str, Any]:
+    def new_config(self) -> JsonObject:
         """config.json of the merged model."""
         found = {name: value for name, value in self.config.items() if name != "_name_or_path"}
         found.pop("quantization_config", None)
@@ -262,7 +263,7 @@ def _skeleton(folder: Path) -> Any:
         return torch.nn.Module()
 
 
-def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_quantization(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse formats of weights other than 16 or 32 bits and bitsandbytes' 4 bits."""
     found = config.get("quantization_config")
     if not isinstance(found, dict):

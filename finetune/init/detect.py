@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.config.schema import DataConfig, ModelConfig
@@ -19,6 +18,7 @@ from finetune.measure import strategy
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import files
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 BYTES_PER_PARAMETER = 2  # bfloat16
@@ -134,7 +134,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     )
 
 
-def _has_tool_calls(row: Mapping[str, Any], format: formats.Format) -> bool:
+def _has_tool_calls(row: Mapping[str, object], format: formats.Format) -> bool:
     lists = (row.get(column) for column in format.columns.values())
     messages = (message for found in lists if isinstance(found, list) for message in found)
     return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
@@ -165,6 +165,6 @@ def machine_in_words(machine: Hardware) -> str:
     return f"{machine.count} x {machine.name}, {machine.memory_gib or 0:.0f} GiB{each}"
 
 
-def facts(machine: Hardware) -> dict[str, Any]:
+def facts(machine: Hardware) -> JsonObject:
     """The machine for JSON."""
     return {"device": machine.device, "name": machine.name, "gpus": machine.count, "memory_gib": machine.memory_gib}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,11 @@ from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import scripts
 from finetune.runtime.machine.hardware import memory_outside_torch
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.engine.trainer import SFTTrainer
 
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
 PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
@@ -182,7 +186,7 @@ def longest_rows(layout: Layout, count: int) -> np.ndarray:
     return np.resize(layout.largest_first(), count)
 
 
-def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
+def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory) -> Attempt:
     """Run forward and backward on the longest rows PASSES times: the second while the gradients of the first are
     held, as under accumulation, the last for its speed. Gradients are freed afterwards, even if memory ran out; the
     generators of random numbers are put back."""
@@ -213,7 +217,7 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
     return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
 
 
-def free_gradients(trainer: Any) -> None:
+def free_gradients(trainer: SFTTrainer) -> None:
     """Free the gradients, and forget what passes outside of a step have left in the trainer."""
     trainer.model.zero_grad(set_to_none=True)
     trainer.step_losses.clear()
@@ -224,14 +228,14 @@ def free_gradients(trainer: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _synchronize(trainer: Any) -> None:
+def _synchronize(trainer: SFTTrainer) -> None:
     if trainer.args.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def summary(
     attempts: Sequence[Attempt], limit_bytes: float, share: Callable[[int], float], sizes: Sequence[int]
-) -> dict[str, Any]:
+) -> JsonObject:
     """The result of a search among `sizes`, for reports, run.json and the cache."""
     best = recommend(attempts, share)
     fitting = [one.per_device for one in attempts if one.fits]
@@ -257,12 +261,12 @@ class MicroBatchChoice:
     seconds: float = 0.0
     searches: bool = False  # whether the run still searches before its first step
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """For run.json."""
         return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
 
 
-def earlier_search(job: Job) -> dict[str, Any] | None:
+def earlier_search(job: Job) -> JsonObject | None:
     """The `summary` of an earlier search of this job, if there is one."""
     return measurements.find_sizes(measurements.facts(job))
 
@@ -312,7 +316,7 @@ def _earlier_attempts(job: Job, sizes: Sequence[int]) -> list[Attempt]:
     return [one for one in attempts if one.per_device in sizes]
 
 
-def search_before_first_step(job: Job, trainer: Any) -> MicroBatchChoice:
+def search_before_first_step(job: Job, trainer: SFTTrainer) -> MicroBatchChoice:
     """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
 
     A further size is tried while the time that the last one saves in so many steps is more than its own trial costs:
@@ -353,7 +357,7 @@ def _trial_outweighs_gain(tried: Sequence[Attempt], job: Job, world: int, share:
     return WON_BACK_STEPS * (before - now) / 2 < trial
 
 
-def bytes_not_yet_allocated(trainer: Any) -> float:
+def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
     """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))

@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.measure import measurements, sharding
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work
 from finetune.runtime.files import read_json, write_json
+from finetune.runtime.types import JsonObject
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
 GRADIENT_BYTES = 4  # gradients are reduced in float32
@@ -91,12 +91,12 @@ class Sharded:
     layer_bytes: float | None
     reduces_once: bool
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The measurement as JSON."""
         return {"kind": "sharded", **asdict(self), "whole": self.whole.to_dict()}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Sharded:
+    def from_dict(cls, content: JsonObject) -> Sharded:
         """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
         names = ("layers", "activation_bytes", "fixed_bytes", "layer_bytes", "reduces_once")
         return cls(
@@ -288,7 +288,7 @@ def longest_document(measured: Sharded, tokens: int, memory_bytes: float | None,
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def cache_file(facts: dict[str, Any]) -> Path:
+def cache_file(facts: JsonObject) -> Path:
     """Where the measurement of a job in slices is kept."""
     return measurements.folder() / f"shard-{measurements.digest(facts)}.json"
 
@@ -300,7 +300,7 @@ def save(found: Sharded) -> Path:
     return path
 
 
-def find(facts: dict[str, Any]) -> tuple[Sharded | None, str]:
+def find(facts: JsonObject) -> tuple[Sharded | None, str]:
     """The measurement of this job in slices and its file; or None and the reason."""
     path = cache_file(facts)
     if (found := _read(path)) is not None:

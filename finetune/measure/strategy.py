@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
@@ -23,6 +22,7 @@ from finetune.redact import redact_arguments
 from finetune.runtime import files, launch_lines, scripts
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -218,7 +218,7 @@ def advice_file(config: Config, gpus: int) -> Path:
     return cache_folder() / "measurements" / f"advice-{key}.json"
 
 
-def find_advice(config: Config, gpus: int) -> dict[str, Any] | None:
+def find_advice(config: Config, gpus: int) -> JsonObject | None:
     """The cached advice of `finetune advise`; None if there is none, or if it can no longer be launched here."""
     try:
         advice = json.loads(advice_file(config, gpus).read_text(encoding="utf-8"))

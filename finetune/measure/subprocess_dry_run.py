@@ -7,11 +7,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, subprocesses
 from finetune.runtime.machine import cpu_threads
+from finetune.runtime.types import JsonObject
 
 
 def run(
@@ -21,7 +21,7 @@ def run(
     on_gpu: bool,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The report of a dry run.
 
     Args:

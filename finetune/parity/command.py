@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -27,7 +27,11 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
+
+if TYPE_CHECKING:
+    import torch
 
 PURPOSE = (
     "Check that your configuration gives the same result on any number of GPUs: run its first optimizer steps on each"
@@ -168,7 +172,7 @@ def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[
     return list(cases)
 
 
-def run_case(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
+def run_case(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> JsonObject:
     """Run one case and return the content of its run.json.
 
     Args:
@@ -223,7 +227,7 @@ class Products:
         return math.sqrt(self.apart / self.first) if self.first else math.inf
 
     @classmethod
-    def of(cls, a: Any, b: Any) -> Products:
+    def of(cls, a: torch.Tensor, b: torch.Tensor) -> Products:
         """Products of two vectors."""
         apart = a - b
         return cls(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float(apart @ apart))
@@ -317,7 +321,7 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
     )
 
 
-def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
+def print_comparison(reference: JsonObject, found: list[Comparison]) -> None:
     """Print a table of all comparisons, then every failure with the tensors that differ most."""
     sharded = ", sharded," if reference.get("sharding") else ""
     title = (

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config, load, with_fixed_batch
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.types import ScriptTrainer
 
 
 def main(hooks: Hooks = NO_HOOKS) -> int:
@@ -34,7 +34,7 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
         config = replace(config, training=training, model=model)
         return run(config, Path(out), int(steps), left_out, hooks)
 
-    def from_trainer(trainer: Any) -> int:
+    def from_trainer(trainer: ScriptTrainer) -> int:
         trainer.train_for_parity(Path(out), int(steps), int(most))
         return DONE
 

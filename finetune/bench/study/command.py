@@ -6,7 +6,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from finetune.bench import comm, conditions, launch
 from finetune.bench.launch import choose_world_sizes
@@ -18,6 +17,7 @@ from finetune.runtime.command import print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import in_words, settings
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -43,7 +43,7 @@ MODELS = (
 )
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
     """Measure all models at every world size and in every mode. Yields the content of `--json`."""
     machine = survey()
     world_sizes = choose_world_sizes(options.world_sizes, machine.count)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     models, shapes = chosen(options.models)
     print_line(topology_line(machine))
     print_line(in_words(machine, settings(machine)))
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "kind": "study",
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
         "lora": None,
     }
 
-    def keep(lora: dict[str, Any] | None = None) -> None:
+    def keep(lora: JsonObject | None = None) -> None:
         """Write what is measured so far, so that a later failure loses nothing."""
         found["lora"] = lora
         if options.out:
@@ -125,7 +125,7 @@ def measure(
     machine: Hardware,
     *,
     ddp: bool = False,
-) -> dict[tuple[str, int], dict[str, Any]]:
+) -> dict[tuple[str, int], JsonObject]:
     """Measure every model at every global batch size that `world` ranks divide evenly, by (model, batch).
 
     With `ddp` a single rank also uses DDP, with everything it does except sending and waiting."""
@@ -147,7 +147,7 @@ def measure(
     return found
 
 
-def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
+def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], JsonObject]]) -> list[JsonObject]:
     """A row per model, batch and world size, with ratios to one device. Rates are computed from median steps."""
     found = []
     for model in models:

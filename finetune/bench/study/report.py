@@ -12,6 +12,7 @@ from finetune.bench import timeline
 from finetune.bench.study import published
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -77,7 +78,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
+def table(model: str, rows: list[JsonObject]) -> list[str]:
     """Markdown table of one model in one mode."""
     lines = [
         "| batch | ranks | samples/s | step, ms | speed-up | efficiency | exposed / hidden communication, ms (share of "

@@ -65,7 +65,7 @@ def test_full_names(kind, yes, no):
 
 def test_arguments_are_those_of_the_installed_libraries():
     """Independent of the table: the signatures. What is renamed or moved has its new name there. The fields of
-    SFTConfig: test_config.py."""
+    SFTConfig: test_arguments.py."""
     config, trainer = set(SFTConfig.__dataclass_fields__), set(inspect.signature(SFTTrainer).parameters)
     table = arguments.rows(arguments.TRAINER)
     gone = {name for name, row in table.items() if row.moved or row.now is not None}

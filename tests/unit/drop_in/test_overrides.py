@@ -14,7 +14,7 @@ from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.load import overrides
 from finetune.config.schema import KEYS, ConfigError
 from finetune.errors import UserError
-from tests.unit.drop_in.test_drop_in import losses, make, model  # noqa: F401  # fixtures
+from tests.helpers.drop_in import losses
 
 
 def given(monkeypatch: pytest.MonkeyPatch, *pairs: str) -> None:

@@ -18,7 +18,7 @@ from finetune.errors import RunError
 from finetune.measure import measurements, micro_batch, scoring, trial
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
 from finetune.measure.predict import MIB
-from tests.unit.advise.test_advise import configuration, measurement
+from tests.helpers.advise import configuration, measurement
 
 
 def trainer_with(optimizer: Any) -> Any:
@@ -44,7 +44,7 @@ def test_the_optimizers_state_is_held_as_in_training(kind: Any) -> None:
     }
     assert torch.equal(trainer.model.weight, before) and trainer.model.weight.grad is None
     # Whether DDP's first step, with its buckets made twice, stays below the steps that follow.
-    holds_more = trial._state_bytes(types.SimpleNamespace(optimizer=plain)) >= trainer.model.weight.nbytes
+    holds_more = trial.optimizer_state_bytes(types.SimpleNamespace(optimizer=plain)) >= trainer.model.weight.nbytes
     assert holds_more is (kind is torch.optim.AdamW)
 
 

@@ -200,4 +200,7 @@ def test_the_dry_run_tries_whether_its_state_fits() -> None:
     before = {name: one.clone() for name, one in model.state_dict().items()}
     assert trial.training_state_fits(trainer)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert trial._state_bytes(trainer) - memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer == 5 * 4  # type: ignore[operator]
+    assert (
+        trial.optimizer_state_bytes(trainer) - memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer
+        == 5 * 4
+    )  # type: ignore[operator]
