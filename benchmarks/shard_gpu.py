@@ -476,7 +476,7 @@ def saved(out: Path, model: Path) -> dict[str, Any]:
     """Numbers in the files of a final model and of the one that it was made of; the disk has no room to keep it."""
     from finetune.measure import sharding
 
-    counts = [found.total if (found := sharding.sizes(folder)) else 0 for folder in (out, model)]
+    counts = [found.total if (found := sharding.read_sizes(folder)) else 0 for folder in (out, model)]
     files = sorted(out.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     for file in files:

@@ -79,11 +79,11 @@ def parser() -> argparse.ArgumentParser:
                 one = benches.add_parser(what, help=purpose, description=purpose, add_help=False)
                 _add_options(one, bench.own_options(what))
         else:
-            _add_options(child, options_of(name))
+            _add_options(child, command_options(name))
     return whole
 
 
-def options_of(command: str) -> Options:
+def command_options(command: str) -> Options:
     """The options of a command besides the configuration's: what `own_options` of its module returns."""
     if command in CONFIGURED:
         found = Options(command, "")

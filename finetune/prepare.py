@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config import Config, resolve_batch
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import Options
+from finetune.runtime.types import ScriptTrainer, Tokenizer
 
 if TYPE_CHECKING:
     from finetune.data.layout import Layout
@@ -42,8 +43,8 @@ def _run(argv: list[str]) -> int:
 
     began, gpus = time.perf_counter(), strategy.visible_gpus()  # the script's own process will see one
 
-    def of_trainer(trainer: Any) -> int:
-        trainer.take_batch_of(gpus)
+    def from_trainer(trainer: ScriptTrainer) -> int:
+        trainer.take_launch_batch(gpus)
         job = trainer.job
         held_out = job.eval_layout or {}
         named = held_out if isinstance(held_out, Mapping) else {"": held_out}
@@ -51,10 +52,10 @@ def _run(argv: list[str]) -> int:
         show(job.data, {"train": job.layout, **layouts}, job.plan(), job.tokenizer, began, options.json)
         return DONE
 
-    def of_configuration(config: Config, hooks: Hooks) -> int:
+    def from_configuration(config: Config, hooks: Hooks) -> int:
         return run(config, options.json, hooks)
 
-    return scripts.run(script, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+    return scripts.run(script, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
 
 
 def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> int:
@@ -107,7 +108,7 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
 
 
 def show(
-    data: Data, layouts: Mapping[str, Layout], plan: Plan, tokenizer: Any, began: float, json: Path | None
+    data: Data, layouts: Mapping[str, Layout], plan: Plan, tokenizer: Tokenizer, began: float, json: Path | None
 ) -> None:
     """Print a summary of prepared rows, and write it to `json`.
 

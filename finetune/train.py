@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune import review
 from finetune.config import Config
@@ -19,6 +19,7 @@ from finetune.measure import strategy
 from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, process_group
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -47,12 +48,12 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
     read_ahead.start(config)
     strategy.apply(config)
     config, demo = session.with_demo(config)
-    door = ByConfiguration(demo, parity_dump, without, hooks)
+    door = ConfigurationRun(demo, parity_dump, without, hooks)
     outcome = story.run(door, config, RunRecord(Path(config.training.output_dir)))
     return INTERRUPTED if outcome.stopped else DONE
 
 
-class ByConfiguration(story.Door):
+class ConfigurationRun(story.Door):
     """The front door of a configuration: it loads everything, and its end is that of the process."""
 
     resume_with = "--training.resume_from_checkpoint true"
@@ -78,7 +79,7 @@ class ByConfiguration(story.Door):
             print_line(self._demo.introduction())
         return session.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
 
-    def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> None:
+    def leave_finished(self, job: Job, start: resume.Start, done: JsonObject) -> None:
         session.write_result(job.config, done)
         process_group.finish()
 

@@ -150,7 +150,7 @@ def run(argv: list[str]) -> int:
         "model": options.model,
         "global_batch_size": job.global_batch_size,
         "world_size": best.world_size,
-        "reason": verdict.in_a_sentence(best, rows),
+        "reason": verdict.decision_sentence(best, rows),
         "device": machine.name,
         "launch": None,
         "rows": [row.to_dict() for row in rows],

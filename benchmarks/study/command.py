@@ -9,7 +9,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from benchmarks.study import lora as study_lora
 from benchmarks.study import report as study_report
@@ -22,6 +21,7 @@ from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import explain_settings, recommend_settings
 from finetune.runtime.options import Options, count, counts, names, path
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
     return DONE
 
 
-def study(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def study(options: argparse.Namespace) -> Iterator[JsonObject]:
     """Measure all models at every world size and in every mode. Yields the content of `--json`."""
     machine = survey()
     world_sizes = choose_world_sizes(options.world_sizes, machine.count)
@@ -92,7 +92,7 @@ def study(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     models, shapes = chosen(options.models)
     print_line(topology_line(machine))
     print_line(explain_settings(machine, recommend_settings(machine)))
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "kind": "study",
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
@@ -104,7 +104,7 @@ def study(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "lora": None,
     }
 
-    def keep(lora: dict[str, Any] | None = None) -> None:
+    def keep(lora: JsonObject | None = None) -> None:
         """Write what is measured so far, so that a later failure loses nothing."""
         found["lora"] = lora
         if options.out:
@@ -163,7 +163,7 @@ def measure(
     machine: Hardware,
     *,
     ddp: bool = False,
-) -> dict[tuple[str, int], dict[str, Any]]:
+) -> dict[tuple[str, int], JsonObject]:
     """Measure every model at every global batch size that `world` ranks divide evenly, by (model, batch).
 
     With `ddp` a single rank also uses DDP, with everything it does except sending and waiting."""
@@ -185,7 +185,7 @@ def measure(
     return found
 
 
-def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
+def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], JsonObject]]) -> list[JsonObject]:
     """A row per model, batch and world size, with ratios to one device. Rates are computed from median steps."""
     found = []
     for model in models:

@@ -8,13 +8,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from finetune.bench import step
 from finetune.errors import RunError
 from finetune.runtime import subprocesses
 from finetune.runtime.command import console
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 
 SHAPES = ("llama-1.2b", "llama-3b")  # of benchmarks/models.py
 MOST_RUNS, MOST_STEPS = 3, 20  # steps take about a hundred times as long as those of the dense models
@@ -29,8 +29,8 @@ def measure(
     runs: int,
     steps: int,
     machine: Hardware,
-    keep: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+    keep: Callable[[JsonObject], None],
+) -> JsonObject:
     """Time steps of the real trainer: LoRA r16 in bfloat16 on packs of 16,384 tokens. The global batch is one pack per
     rank at the largest world size. `keep` is called with the results so far after each measurement.
 
@@ -43,7 +43,7 @@ def measure(
     if machine.device != "cuda":
         return {"left_out": "there is no GPU, and a step of these models takes minutes on a CPU"}
     runs, steps = min(runs, MOST_RUNS), min(steps, MOST_STEPS)
-    found: dict[str, Any] = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
+    found: JsonObject = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:
         corpus = documents(Path(folder) / "train.jsonl")
         for shape in shapes:
@@ -58,7 +58,7 @@ def measure(
     return found
 
 
-def row(shape: str, mode: str, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+def row(shape: str, mode: str, run: JsonObject, alone: JsonObject) -> JsonObject:
     """The row of a run, with its efficiency relative to one GPU."""
     return {
         "shape": shape,

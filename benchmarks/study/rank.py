@@ -15,6 +15,7 @@ from finetune.runtime import communication
 from finetune.runtime.clock import Clock
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 PHASES = ("forward", "backward", "optimizer", "other")  # there is no data to wait for
 
@@ -29,7 +30,7 @@ class Step(NamedTuple):
     model: nn.Module
 
 
-def measure(request: rank.Request) -> list[dict[str, Any]]:
+def measure(request: rank.Request) -> list[JsonObject]:
     """Time each case (layer widths, dropout, global batch size) over `runs` fresh models, and once more by phase."""
     alone_in_ddp = request["ddp"] and distributed.ranks().world_size == 1
     if alone_in_ddp:
@@ -60,7 +61,7 @@ def measure(request: rank.Request) -> list[dict[str, Any]]:
     return found
 
 
-def train(step: Step, request: rank.Request) -> tuple[list[float], float | None, dict[str, Any] | None]:
+def train(step: Step, request: rank.Request) -> tuple[list[float], float | None, JsonObject | None]:
     """Seconds of each step of one run, this rank's utilization (0 to 1) during it, and its GPU's state at the end."""
     started, used = time.perf_counter(), time.process_time()
     seconds = rank.time_steps(lambda: train_step(step), warm_up=request["warm_up"], steps=request["steps"])
@@ -69,7 +70,7 @@ def train(step: Step, request: rank.Request) -> tuple[list[float], float | None,
     return seconds, share, state
 
 
-def build(case: dict[str, Any], *, seed: int) -> Step:
+def build(case: JsonObject, *, seed: int) -> Step:
     """A new model with Adam, and this rank's share of a global batch of random samples, on this rank's device."""
     me = distributed.ranks()
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
@@ -102,7 +103,7 @@ def train_step(step: Step) -> None:
     step.clear()
 
 
-def time_phases(step: Step, request: rank.Request) -> dict[str, Any]:
+def time_phases(step: Step, request: rank.Request) -> JsonObject:
     """Seconds of each phase of a step on this rank, and its communication as DDP reports it.
 
     This is a separate run, because DDP's report costs a host-device sync per step.
@@ -126,7 +127,7 @@ def time_phases(step: Step, request: rank.Request) -> dict[str, Any]:
         clock.mark("other")
     intervals = clock.drain()
     seconds = {name: [passed for label, passed in intervals if label == name] for name in PHASES}
-    found: dict[str, Any] = {name: rank.figure([passed]) for name, passed in seconds.items()}
+    found: JsonObject = {name: rank.figure([passed]) for name, passed in seconds.items()}
     found["step"] = rank.figure([[sum(phases) for phases in zip(*seconds.values(), strict=True)]])
     for place, name in enumerate(("exposed", "hidden")):
         known = [one[place] for one in reports if one is not None]
@@ -134,7 +135,7 @@ def time_phases(step: Step, request: rank.Request) -> dict[str, Any]:
     return found
 
 
-def utilization(state: dict[str, Any] | None, busy: float, seconds: float) -> float | None:
+def utilization(state: JsonObject | None, busy: float, seconds: float) -> float | None:
     """0 to 1: of the GPU, as the driver samples it at the end of a run, or of one core for a rank on a CPU."""
     return state["utilization"] if state is not None else busy / seconds
 

@@ -1,4 +1,4 @@
-"""The measured tables beside the published ones: on a terminal, as Markdown, and as plots."""
+"""The measured tables next to the published ones: on a terminal, as Markdown, and as plots."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.study import published
 from finetune.bench import timeline
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -36,7 +37,7 @@ def write(found: Mapping[str, Any], folder: Path) -> None:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """All tables, the published figures beside ours, contradictions and warnings."""
+    """All tables, the published figures next to ours, contradictions and warnings."""
     protocol = found["protocol"]
     lines = [
         "# The study of one GPU against several, repeated",
@@ -77,7 +78,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
+def table(model: str, rows: list[JsonObject]) -> list[str]:
     """Markdown table of one model in one mode."""
     lines = [
         "| batch | ranks | samples/s | step, ms | speed-up | efficiency | exposed / hidden communication, ms (share of "

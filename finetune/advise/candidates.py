@@ -11,7 +11,7 @@ from typing import Any
 from finetune.advise.verdict import LEAST_GAIN
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
-from finetune.config.arguments import not_of_script
+from finetune.config.arguments import why_not_in_script
 from finetune.config.load import FINETUNE
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
@@ -20,6 +20,7 @@ from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.runtime.command import console
 from finetune.runtime.machine import cpu_threads, nccl
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 PER_DEVICE = "--training.per_device_train_batch_size"
@@ -28,7 +29,7 @@ EFFORT = {"runs": 3, "steps": 30}  # for the all-reduce: the shape of the curve 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class DryRunResult:
     """One dry run: a measurement, or the reason why there is none."""
 
     measured: Measurement | None
@@ -36,14 +37,14 @@ class Tried:
     recommended: int | None = None  # micro-batch size found by the dry run's search
     full: bool = False  # the device ran out of memory
     state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
-    sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
+    sharded: list[JsonObject] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
-    config: dict[str, Any] | None = None  # the resolved configuration, if it is known
+    config: JsonObject | None = None  # the resolved configuration, if it is known
     script: str | None = None  # what a script trains by, as `scripts.trains_by`
 
 
 @dataclass(kw_only=True)
-class Bench:
+class DryRunner:
     """Measures settings, each once: dry runs in separate processes on the first device.
 
     arguments: settings as `--section.key value`
@@ -58,9 +59,9 @@ class Bench:
     script: list[str] = field(default_factory=list)
     trainer: bool = False
     devices: int = 1
-    _done: dict[tuple[tuple[str, ...], int], Tried] = field(default_factory=dict)
+    _done: dict[tuple[tuple[str, ...], int], DryRunResult] = field(default_factory=dict)
 
-    def try_out(self, extra: Sequence[str], ranks: int = 1) -> Tried:
+    def try_out(self, extra: Sequence[str], ranks: int = 1) -> DryRunResult:
         """A dry run with `extra` arguments, as one of `ranks` ranks would run it.
 
         Raises:
@@ -75,17 +76,17 @@ class Bench:
             except UserError as error:
                 if not extra:
                     raise
-                self._done[key] = Tried(measured=None, reason=str(error))
+                self._done[key] = DryRunResult(measured=None, reason=str(error))
         return self._done[key]
 
-    def _dry_run(self, extra: Sequence[str], sharing: int) -> Tried:
+    def _dry_run(self, extra: Sequence[str], sharing: int) -> DryRunResult:
         arguments = [*self.arguments, *extra]
         target, words = ["-m", "finetune.train"], ["--dry-run", *arguments]
         if self.script:
             target = ["-m", "finetune.dryrun"]
             words = ["--devices", str(self.devices), self.script[0], "--", *self.script[1:], *self.flags(arguments)]
         with console().status(f"dry run {' '.join(self.flags(extra))}"):
-            return tried(subprocess_dry_run.report_of(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
+            return parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
 
     def flags(self, arguments: Sequence[str]) -> list[str]:
         """Settings as the user gives them to what is measured."""
@@ -94,7 +95,7 @@ class Bench:
         pairs = zip(arguments[::2], arguments[1::2], strict=True)
         return [word for flag, value in pairs for word in (FINETUNE, f"{flag.removeprefix('--')}={value}")]
 
-    def possible(self, changes: Sequence[Change]) -> list[Change]:
+    def applicable(self, changes: Sequence[Change]) -> list[Change]:
         """The changes that can be given to what is measured: a script decides the others in code."""
         if not self.trainer:
             return list(changes)
@@ -102,25 +103,27 @@ class Bench:
         for one in changes:
             pairs = zip(one.arguments[::2], one.arguments[1::2], strict=True)
             # Packs are as long as rows; Unsloth's own checkpointing is the loader's.
-            kept = [(flag, value) for flag, value in pairs if not_of_script(flag.removeprefix("--")) is None]
+            kept = [(flag, value) for flag, value in pairs if why_not_in_script(flag.removeprefix("--")) is None]
             words = tuple(word for flag, value in kept for word in (flag, value.replace("unsloth", "true")))
             if kept and kept[0][0] == one.arguments[0]:
                 found.append(replace(one, arguments=words))
         return found
 
 
-def tried(report: Mapping[str, Any]) -> Tried:
+def parse_report(report: Mapping[str, Any]) -> DryRunResult:
     """The result of a dry run, from its report."""
-    about: dict[str, Any] = {"config": report.get("config"), "script": report.get("script")}
-    if not report["go"]:
-        full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
-        rows = report.get("sharded", {}).get("rows")
-        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits, sharded=rows, **about)
-    measured = Measurement.from_dict(report["measurement"])
-    if "sharded" in report:
-        return Tried(measured=measured, sharded=report["sharded"]["rows"], **about)
-    recommended = report["micro_batch_search"].get("recommended")
-    return Tried(measured=measured, recommended=recommended, master_weights=report.get("master_weights"), **about)
+    go = report["go"]
+    return DryRunResult(
+        measured=Measurement.from_dict(report["measurement"]) if go else None,
+        reason=None if go else report["reason"],
+        recommended=report.get("micro_batch_search", {}).get("recommended") if go else None,
+        full=not go and bool(report.get("out_of_memory")),
+        state_fits=go or bool(report.get("state_fits", True)),
+        sharded=report.get("sharded", {}).get("rows"),
+        master_weights=report.get("master_weights") if go else None,
+        config=report.get("config"),
+        script=report.get("script"),
+    )
 
 
 def measure_curves(
@@ -150,7 +153,7 @@ def measure_curves(
         except RunError as error:
             found[world] = None, f"its all-reduce could not be measured: {error}"
             continue
-        kept = measurements.keep_comm(measured, machine.name)
+        kept = measurements.save_comm(measured, machine.name)
         found[world] = all_reduce_curve(measured), str(kept)
     return found, connecting
 
@@ -177,7 +180,7 @@ class Improvement:
     factor: float
 
 
-def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
+def changes(config: Config, base: DryRunResult, on_cpu: bool) -> list[Change]:
     """Changes that may be faster on one device."""
     found = []
     if not config.data.packing:
@@ -201,7 +204,7 @@ def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
     return found
 
 
-def other_micro_batches(config: Config, base: Tried) -> list[int]:
+def other_micro_batches(config: Config, base: DryRunResult) -> list[int]:
     """The size that the dry run's search recommends, or twice the present size if there is no memory limit (CPU); and
     half the present size. Only those that divide the global batch exactly and have not been measured."""
     assert base.measured is not None
@@ -212,11 +215,11 @@ def other_micro_batches(config: Config, base: Tried) -> list[int]:
     return [size for size in sizes if size and size != now and share % size == 0]
 
 
-def improvements(config: Config, bench: Bench, base: Tried) -> list[Improvement]:
+def improvements(config: Config, bench: DryRunner, base: DryRunResult) -> list[Improvement]:
     """The changes that make one device at least 3 % faster, the best first."""
     found = []
     before = speed(base.measured)
-    for change in bench.possible(changes(config, base, bench.cpu_cores is not None)):
+    for change in bench.applicable(changes(config, base, bench.cpu_cores is not None)):
         measured = bench.try_out(change.arguments).measured
         if measured is None or (change.name == "packing" and measured.facts["tokens per pack"] is None):
             continue
@@ -238,7 +241,7 @@ def speed(measured: Measurement | None) -> float:
     return predict(measured.work(1), 1, None).tokens_per_second
 
 
-def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
+def choose_changes(bench: DryRunner, found: Sequence[Improvement]) -> tuple[str, ...]:
     """The faster settings that train the same model: all of them if they are fastest together, else the best one."""
     same = [one.change.arguments for one in found if one.change.same_result]
     together = tuple(word for arguments in same for word in arguments)
@@ -275,7 +278,9 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
     return found
 
 
-def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[list[Change], Tried | None]:
+def make_fit(
+    config: Config, bench: DryRunner, on_cpu: bool, base: DryRunResult
+) -> tuple[list[Change], DryRunResult | None]:
     """Add one remedy after the other until a dry run succeeds.
 
     Args:
@@ -284,7 +289,7 @@ def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[l
     Returns:
         The remedies, and the dry run that succeeded; None if none did.
     """
-    left, taken, last = bench.possible(remedies(config, on_cpu)), list[Change](), base
+    left, taken, last = bench.applicable(remedies(config, on_cpu)), list[Change](), base
     while useful := [change for change in left if last.state_fits or not change.of_rows]:
         change = useful[0]
         left.remove(change)
@@ -297,7 +302,7 @@ def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[l
     return taken, None
 
 
-def per_device_of(config: Config, world: int, most: int | None) -> int:
+def micro_batch_size(config: Config, world: int, most: int | None) -> int:
     """The micro-batch size at a world size: the configured one, or the largest divisor of a rank's share up to `most`.
 
     Raises:
@@ -310,13 +315,13 @@ def per_device_of(config: Config, world: int, most: int | None) -> int:
     return max(size for size in range(1, min(most, share) + 1) if share % size == 0)
 
 
-def measured_for(
-    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], world_sizes: Sequence[int]
+def measure_at_world_sizes(
+    config: Config, bench: DryRunner, base: Measurement, faster: tuple[str, ...], world_sizes: Sequence[int]
 ) -> dict[int, Measurement | str]:
     """One device's measurement with the micro-batch size of each world size; or the reason why there is none.
 
     Args:
-        faster: the settings that `applied` chose.
+        faster: the settings that `choose_changes` chose.
     """
     chosen, others = split_size(faster)
     if bench.trainer:  # its own size is the most that a rank holds at once
@@ -324,7 +329,7 @@ def measured_for(
     found: dict[int, Measurement | str] = {}
     for world in world_sizes:
         try:
-            size = per_device_of(config, world, chosen)
+            size = micro_batch_size(config, world, chosen)
         except UserError as error:
             found[world] = f"the global batch does not fit {counted(world, 'device')}: {str(error).splitlines()[0]}"
             continue

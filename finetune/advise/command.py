@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, fixed, fixing_arguments, resolve_batch
+from finetune.advise.machine import devices_here, warnings
+from finetune.config import Config, fixed_batch_arguments, resolve_batch, with_fixed_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
+from finetune.runtime.files import write_json
+from finetune.runtime.machine import hardware, nccl
+from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.options import Options, counts, path, price
+from finetune.runtime.types import JsonObject, ScriptTrainer
 
 if TYPE_CHECKING:
-    from finetune.advise.candidates import Bench, Improvement, Tried
+    from finetune.advise.candidates import DryRunner, DryRunResult, Improvement
     from finetune.advise.launch import LaunchPlan
     from finetune.advise.verdict import Row
     from finetune.measure.predict import Curve, Work
-    from finetune.runtime.machine.hardware import Hardware
 
 PURPOSE = (
     "Recommend a number of GPUs for your configuration: measure it on one GPU, measure the all-reduce, and predict the"
@@ -75,28 +80,29 @@ def run(argv: list[str]) -> int:
     """
     options, rest, script = parse(argv)
     if script:
-        return on_script(script, options)
+        return advise_script(script, options)
     config = load_config(rest, command="advise")
     if options.rules:
-        return by_rules(config, options, strategy.visible_gpus())
-    from finetune.advise.candidates import Bench
-    from finetune.advise.machine import devices_here
+        return advise_by_rules(config, options, strategy.visible_gpus())
+    from finetune.advise.candidates import DryRunner
 
     machine, given = inspect_machine(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
     # All numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched = strategy.largest_world(config, devices_here(machine))
-    bench = Bench(arguments=[*rest, *fixing_arguments(config.training, launched, config.data)], cpu_cores=cores)
-    given_config, config = config, replace(config, training=fixed(config.training, launched, config.data))
+    bench = DryRunner(
+        arguments=[*rest, *fixed_batch_arguments(config.training, launched, config.data)], cpu_cores=cores
+    )
+    given_config, config = config, replace(config, training=with_fixed_batch(config.training, launched, config.data))
     base = bench.try_out(())
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    advice, plan = advise_configuration(config, options, machine, bench, base, given)
     write(given_config, options, machine, advice, plan)
     return DONE
 
 
-def on_script(script: list[str], options: argparse.Namespace) -> int:
+def advise_script(script: list[str], options: argparse.Namespace) -> int:
     """The same for a script: its first dry run reports the configuration.
 
     Args:
@@ -105,18 +111,15 @@ def on_script(script: list[str], options: argparse.Namespace) -> int:
     scripts.check(script[0])
     if options.rules:
         return rules_of_script(script, options)
-    from finetune.advise.candidates import Bench
-    from finetune.advise.machine import devices_here
+    from finetune.advise.candidates import DryRunner
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
-    bench = Bench(arguments=[], cpu_cores=cores, script=script, devices=here)
+    bench = DryRunner(arguments=[], cpu_cores=cores, script=script, devices=here)
     base = bench.try_out(())
     if base.config is None:  # of a script that has filled the GPU before its training
         print_line(f"NO: {base.reason}", style="red")
         if options.json:
-            from finetune.runtime.files import write_json
-
             write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
         return FAILED
     config = Config.from_dict(base.config)
@@ -127,12 +130,12 @@ def on_script(script: list[str], options: argparse.Namespace) -> int:
         bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
         training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
     else:
-        bench.arguments = fixing_arguments(training, launched, config.data)
-        training = fixed(training, launched, config.data)
+        bench.arguments = fixed_batch_arguments(training, launched, config.data)
+        training = with_fixed_batch(training, launched, config.data)
     config = replace(config, training=training)
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    advice, plan = advise_configuration(config, options, machine, bench, base, given)
     write(None if bench.trainer else config, options, machine, advice, plan)
     return DONE
 
@@ -141,23 +144,24 @@ def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
     """Apply the rule set to a script, which runs up to its training."""
     gpus = strategy.visible_gpus()
 
-    def of_trainer(trainer: Any) -> int:
-        trainer.take_batch_of(gpus)
-        return by_rules(trainer.job.config, options, gpus)
+    def from_trainer(trainer: ScriptTrainer) -> int:
+        trainer.take_launch_batch(gpus)
+        return advise_by_rules(trainer.job.config, options, gpus)
 
     return scripts.run(
-        script, scripts.Answer(trainer=of_trainer, configuration=lambda config, hooks: by_rules(config, options, gpus))
+        script,
+        scripts.Answer(
+            trainer=from_trainer, configuration=lambda config, hooks: advise_by_rules(config, options, gpus)
+        ),
     )
 
 
 def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
     """The machine, after printing its warnings; and the all-reduce curves of `--comm`, by world size."""
-    from finetune.advise.machine import warnings
     from finetune.measure.measurements import read_comm
-    from finetune.runtime.machine.hardware import survey
 
     given = read_comm(options.comm) if options.comm else {}
-    machine = survey()
+    machine = hardware.survey()
     for warning in warnings(machine):
         print_line(f"warning: {warning}", style="yellow")
     return machine, given
@@ -177,7 +181,6 @@ def compare(
         RunError: one device could not be measured.
     """
     from finetune.advise import candidates, verdict
-    from finetune.advise.machine import devices_here
     from finetune.measure.predict import buckets
 
     one, here = found[1], devices_here(machine)
@@ -198,23 +201,22 @@ def compare(
     return rows, chosen, connecting
 
 
-def on_configuration(
+def advise_configuration(
     config: Config,
     options: argparse.Namespace,
     machine: Hardware,
-    bench: Bench,
-    base: Tried,
+    bench: DryRunner,
+    base: DryRunResult,
     given: Mapping[int, Curve],
-) -> tuple[dict[str, Any], LaunchPlan]:
+) -> tuple[JsonObject, LaunchPlan]:
     """Find better settings, predict the world sizes, choose one, and print all of it."""
     from finetune.advise import candidates, launch, report, verdict
-    from finetune.advise.machine import devices_here
 
     assert base.measured is not None
     better = [] if options.as_given else candidates.improvements(config, bench, base)
-    faster = candidates.applied(bench, better)
+    faster = candidates.choose_changes(bench, better)
     worlds = world_sizes(options, devices_here(machine), given)
-    measured = candidates.measured_for(config, bench, base.measured, faster, worlds)
+    measured = candidates.measure_at_world_sizes(config, bench, base.measured, faster, worlds)
     found = {w: one if isinstance(one, str) else one.work(w) for w, one in measured.items()}
     rows, chosen, connecting = compare(found, options, machine, given)
     size, others = candidates.split_size(faster)
@@ -227,13 +229,13 @@ def on_configuration(
     advice = {
         "kind": "advice",
         "world_size": chosen.world_size,
-        "reason": verdict.in_a_sentence(chosen, rows),
+        "reason": verdict.decision_sentence(chosen, rows),
         "when": one.when,
         "device": machine.name,
         "environment": plan.environment,
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
-        "improvements": [improved(one, faster, bench) for one in better],
+        "improvements": [improvement_entry(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [
@@ -247,7 +249,7 @@ def on_configuration(
     return advice, plan
 
 
-def improved(one: Improvement, faster: Sequence[str], bench: Bench) -> dict[str, Any]:
+def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner) -> JsonObject:
     """One better setting, for the report."""
     change = one.change
     return {
@@ -260,11 +262,10 @@ def improved(one: Improvement, faster: Sequence[str], bench: Bench) -> dict[str,
 
 
 def write(
-    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
+    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject, plan: LaunchPlan
 ) -> None:
     """Write the advice to the cache (for `training.strategy: auto` of a configuration), to --out and to --json."""
     from finetune.advise import launch
-    from finetune.runtime.files import write_json
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
     if config is not None:
@@ -275,7 +276,9 @@ def write(
         write_json(options.json, advice)
 
 
-def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
+def does_not_fit(
+    config: Config, options: argparse.Namespace, bench: DryRunner, base: DryRunResult, machine: Hardware
+) -> int:
     """Report what would make the configuration fit. There is no launch line."""
     print_line(f"NO: {base.reason}", style="red")
     if not base.full:
@@ -285,7 +288,7 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     taken, result = make_fit(config, bench, machine.device == "cpu", base)
     names = ", ".join(change.name for change in taken)
     flags = " ".join(bench.flags([word for change in taken for word in change.arguments]))
-    content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
+    content: JsonObject = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
     if result is None or result.measured is None:
         text = f"With DDP more GPUs do not help: each holds the whole model. Tried, but not enough: {names}."
     else:
@@ -299,33 +302,34 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     if machine.device == "cuda" and bench.trainer:
         text += " A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
     elif machine.device == "cuda":
-        sharded, settings = shards(config, machine)
+        sharded, settings = sharding_advice(config, machine)
         if settings is not None:
             rows = bench.try_out(["--training.strategy", "shard"]).sharded
-            sharded, settings = with_measured(sharded, settings, rows)
+            sharded, settings = add_measured_sharding(sharded, settings, rows)
         text += f" {sharded}"
         content["shard"] = settings
-        if result is None and settings is not None and (reason := keep_sharding(config, machine, settings, names)):
+        if (
+            result is None
+            and settings is not None
+            and (reason := save_sharding_advice(config, machine, settings, names))
+        ):
             text += f" training.strategy: auto will shard it on this machine, because {reason}."
     print_line(text)
     if options.json:
-        from finetune.runtime.files import write_json
-
         write_json(options.json, content | {"remedies": text})
     return FAILED
 
 
-def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
+def sharding_advice(config: Config, machine: Hardware) -> tuple[str, JsonObject | None]:
     """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
-    from finetune.advise.machine import devices_here
     from finetune.engine import preflight
     from finetune.engine.optimizer import master_weights
     from finetune.measure import sharding
 
-    if (why := sharding.why_not(config)) is not None:
+    if (why := sharding.why_not_sharded(config)) is not None:
         return f"It cannot be sharded (training.strategy: shard): {why}", None
     folder = preflight.base_folder(config)
-    found = sharding.sizes(folder) if folder is not None else None
+    found = sharding.read_sizes(folder) if folder is not None else None
     if found is None or machine.memory_gib is None:
         return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
     here = devices_here(machine)
@@ -347,10 +351,10 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
     return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "gib_by_world_size": rows, "flags": flags}
 
 
-def with_measured(
-    text: str, settings: dict[str, Any], rows: list[dict[str, Any]] | None
-) -> tuple[str, dict[str, Any] | None]:
-    """What `shards` returns, completed by a dry run on slices of the model: memory with activations, and step times.
+def add_measured_sharding(
+    text: str, settings: JsonObject, rows: list[JsonObject] | None
+) -> tuple[str, JsonObject | None]:
+    """The result of `sharding_advice` with a dry run on slices of the model: memory with activations, and step times.
 
     Args:
         rows: the dry run's figures by number of ranks; None if it did not run.
@@ -370,20 +374,14 @@ def with_measured(
     return text, settings | measured
 
 
-def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
+def save_sharding_advice(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
     """Write the advice that `training.strategy: auto` follows for a model that nothing else makes fit. Returns the
     reason; None, and no advice, if this machine cannot do it.
 
     Args:
-        settings: as `shards` returns them.
+        settings: as `sharding_advice` returns them.
         tried: names of the changes with which one GPU was full, measured.
     """
-    from datetime import UTC, datetime
-
-    from finetune.advise.machine import devices_here
-    from finetune.runtime.files import write_json
-    from finetune.runtime.machine import nccl
-
     world = settings["world_size"]
     if world > devices_here(machine):
         return None
@@ -407,7 +405,7 @@ def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any]
     return reason
 
 
-def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
+def advise_by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
     """Apply the rule set only."""
     count = None
     if not config.demo:
@@ -421,8 +419,6 @@ def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
         text = "It is based on models trained in full; here DDP would send only the gradients of the adapter."
         print_line(text)
     if options.json:
-        from finetune.runtime.files import write_json
-
         content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "global_batch_size": batch}
         write_json(options.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})
     return DONE

@@ -9,10 +9,10 @@ def devices_here(machine: Hardware) -> int:
     """Number of devices that a run can use: all GPUs if they are alike; on a CPU one rank per core, at most two."""
     if machine.device == "cpu":
         return max(min(machine.cpu_cores, 2), 1)
-    return 1 if unlike(machine) else machine.count
+    return 1 if hardware_mismatch(machine) else machine.count
 
 
-def unlike(machine: Hardware) -> str | None:
+def hardware_mismatch(machine: Hardware) -> str | None:
     """Differences between the GPUs that affect speed; None if they are alike."""
     gpus = machine.gpus or ()
     kinds = {(gpu.name, gpu.multiprocessors, round(gpu.memory_gib)) for gpu in gpus}
@@ -27,7 +27,7 @@ def warnings(machine: Hardware) -> list[str]:
             "there is no GPU: this measures the CPU. Its ranks share memory bandwidth and caches, which the prediction "
             "does not model"
         )
-    if (differ := unlike(machine)) is not None:
+    if (differ := hardware_mismatch(machine)) is not None:
         found.append(
             f"the GPUs differ ({differ}): the slowest would set the pace, so only one is considered. Select "
             "identical GPUs with CUDA_VISIBLE_DEVICES to use several"

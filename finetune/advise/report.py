@@ -10,8 +10,8 @@ from rich.table import Table
 
 from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
-from finetune.dryrun import duration
 from finetune.measure import rules
+from finetune.measure.dry_run_report import duration
 from finetune.measure.measurements import Measurement
 from finetune.runtime.command import print_line
 from finetune.runtime.machine.hardware import Hardware

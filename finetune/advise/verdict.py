@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
@@ -40,7 +40,7 @@ class Row:
         """Whether it can be launched here."""
         return self.here and self.prediction is not None and self.fits is not False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The row as JSON, with the derived figures."""
         own = {name: value for name, value in vars(self).items() if name != "prediction"}
         if self.prediction is None:
@@ -84,7 +84,7 @@ def rows(
             continue
         work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
         row = _row(world, work, curve, source, here, price_per_gpu_hour)
-        found.append(_against(one, row, work, price_per_gpu_hour))
+        found.append(_compared_with_one(one, row, work, price_per_gpu_hour))
     return found
 
 
@@ -105,7 +105,7 @@ def _row(world: int, work: Work, curve: Curve | None, source: str | None, here: 
     )
 
 
-def _against(one: Row, row: Row, work: Work, price: float | None) -> Row:
+def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> Row:
     """The row with its comparison to one device."""
     assert one.prediction and row.prediction
     several, single = row.prediction, one.prediction
@@ -154,7 +154,7 @@ def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
     return min(candidates, key=_end, default=None)
 
 
-def in_a_sentence(chosen: Row, found: Sequence[Row]) -> str:
+def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
     """The decision and its reason."""
     if chosen.world_size > 1:
         return f"{counted(chosen.world_size, 'device')}: {chosen.reason}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
@@ -13,6 +12,7 @@ from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.machine import nccl
 from finetune.runtime.machine.hardware import Hardware, survey
 from finetune.runtime.ranks import distributed, multinode, process_group
+from finetune.runtime.types import JsonObject
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MIB = 2**20
@@ -30,7 +30,7 @@ def measure(
     warm_up: int = WARM_UP,
     collectives: Sequence[str] = COLLECTIVES,
     machine: Hardware | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Start `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
 
     Args:
@@ -54,10 +54,10 @@ def measure(
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
-    return _described(found, world_size, machine, environment)
+    return _complete(found, world_size, machine, environment)
 
 
-def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str, Any]:
+def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObject:
     """`measure`, by the ranks that a launcher has started on several machines; every rank calls it and gets the result,
     which has `hosts` and `machines` as well."""
     from finetune.bench import comm_rank, rank
@@ -71,12 +71,12 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str
     found = comm_rank.measure(request | {"progress": False})
     hosts = multinode.hosts()
     process_group.finish()
-    return _described(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
+    return _complete(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
 
 
-def _described(
-    found: dict[str, Any], world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def _complete(
+    found: JsonObject, world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
+) -> JsonObject:
     """A result of `comm_rank.measure` with bandwidths and conditions."""
     for name, rows in found["collectives"].items():
         for row in rows:
@@ -86,7 +86,7 @@ def _described(
         "kind": "comm",
         "world_size": world_size,
         "backend": found["backend"],
-        "environment": in_effect(environment),
+        "environment": communication_environment(environment),
         "hardware": machine.to_dict(),
         "conditions": conditions.describe(before, after, machine),
         "collectives": found["collectives"],
@@ -117,7 +117,7 @@ def check_world(world_size: int, machine: Hardware, *, least: int = 1) -> None:
         )
 
 
-def in_effect(environment: Mapping[str, str] | None) -> dict[str, str]:
+def communication_environment(environment: Mapping[str, str] | None) -> dict[str, str]:
     """Environment variables of the ranks that affect communication."""
     env = {**launch.DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
     shown = ("NCCL_", "GLOO_", "TORCH_NCCL_")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from finetune.bench import rank
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 
-def measure(request: rank.Request) -> dict[str, Any]:
+def measure(request: rank.Request) -> JsonObject:
     """Seconds of each collective at each size, and the state of the GPUs at the start and at the end.
 
     Every run covers all collectives and sizes once, so that drift of the machine widens the confidence interval.
@@ -28,7 +28,7 @@ def measure(request: rank.Request) -> dict[str, Any]:
             times[name, size].append(rank.slowest(seconds))
             if request.get("progress", True):  # to the process that started the ranks
                 rank.progress(number * len(cases) + place + 1, request["runs"] * len(cases))
-    collectives: dict[str, list[dict[str, Any]]] = {name: [] for name in request["collectives"]}
+    collectives: dict[str, list[JsonObject]] = {name: [] for name in request["collectives"]}
     for (name, size), runs in times.items():
         collectives[name].append({"bytes": prepare(name, size)[1], "seconds": rank.figure(runs)})
     return {
@@ -38,7 +38,7 @@ def measure(request: rank.Request) -> dict[str, Any]:
     }
 
 
-def prepare(name: str, size: int) -> tuple[Callable[[], Any], int]:
+def prepare(name: str, size: int) -> tuple[Callable[[], object], int]:
     """A call of the collective, and its bytes as nccl-tests counts them: the input of one rank to all-reduce, broadcast
     and reduce-scatter, the output on one rank of all-gather. Rounded up to the same number of elements on every rank.
 
@@ -48,7 +48,7 @@ def prepare(name: str, size: int) -> tuple[Callable[[], Any], int]:
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
     share = -(-size // (4 * world))
     whole, part = torch.zeros(share * world, device=device), torch.zeros(share, device=device)
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),

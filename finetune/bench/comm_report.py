@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from rich.table import Table
 
@@ -13,15 +12,16 @@ from finetune.bench.launch import choose_world_sizes
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
-from finetune.measure.protocol import apart
+from finetune.measure.protocol import intervals_disjoint
 from finetune.runtime.command import console, print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import explain_settings, recommend_settings
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
     """Measure everything requested. Yields the content of `--json`: one run, or {"kind": "comm", "runs": [...]}."""
     if distributed.ranks().world_size > 1:
         yield across_machines(options, rest)
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
             compare([found for found in runs if found["world_size"] == world])
 
 
-def across_machines(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def across_machines(options: argparse.Namespace, rest: list[str]) -> JsonObject:
     """Measure the ranks that a launcher has started, and keep the result on each of their machines.
 
     Raises:
@@ -75,7 +75,7 @@ def across_machines(options: argparse.Namespace, rest: list[str]) -> dict[str, A
         )
     found = comm.measure_here(options.sizes, options.runs, options.steps)
     if me.is_local_main and options.sizes is None:
-        measurements.keep_comm(found, found["hardware"]["name"])
+        measurements.save_comm(found, found["hardware"]["name"])
     found |= {"variant": counted(found["machines"], "machine"), "gradient_buckets": []}
     show(found)
     return found
@@ -83,7 +83,7 @@ def across_machines(options: argparse.Namespace, rest: list[str]) -> dict[str, A
 
 def measure(
     options: argparse.Namespace, world: int, variant: comm.Variant, sent: list[int], machine: Hardware
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure one world size with one set of variables."""
     sizes = options.sizes
     if sizes is None:
@@ -98,7 +98,7 @@ def measure(
         machine=machine,
     )
     if options.sizes is None:  # a complete curve, which predictions for this machine use
-        measurements.keep_comm(found, machine.name)
+        measurements.save_comm(found, machine.name)
     return found | {"variant": variant.name, "gradient_buckets": sent}
 
 
@@ -122,7 +122,7 @@ def job_buckets(arguments: list[str]) -> list[int]:
     return buckets(trainable_bytes(config))
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: JsonObject) -> None:
     """Print one run as a table: a row per size with latency and bus bandwidth of each collective."""
     title = (
         f"{counted(found['world_size'], 'rank')}, {found['backend']}, {found['variant']}: median time, bus bandwidth"
@@ -144,7 +144,7 @@ def show(found: dict[str, Any]) -> None:
         print_line(f"warning: {warning}", style="yellow")
 
 
-def compare(runs: list[dict[str, Any]]) -> None:
+def compare(runs: list[JsonObject]) -> None:
     """Print all-reduce of every variant relative to the first, at the smallest size, DDP's bucket size and the largest.
 
     A factor is shown only if the 95% intervals do not overlap: small sizes measure the host, and vary.
@@ -165,10 +165,10 @@ def compare(runs: list[dict[str, Any]]) -> None:
     console().print(table)
 
 
-def factor(base: dict[str, Any], row: dict[str, Any]) -> str:
+def factor(base: JsonObject, row: JsonObject) -> str:
     """Speed relative to `base`; "=" if the difference is within the intervals."""
     one, other = base["seconds"], row["seconds"]
-    if not apart(one["ci95"], other["ci95"]):
+    if not intervals_disjoint(one["ci95"], other["ci95"]):
         return "="
     return f"{one['median'] / other['median']:.2f} x"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import DONE, run_with_options
 from finetune.runtime.options import Options, count, counts, path
+from finetune.runtime.types import JsonObject
 
 WHAT = {
     "comm": "latency and bandwidth of all-reduce, reduce-scatter, all-gather and broadcast, by size",
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     return DONE
 
 
-def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]:
+def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[JsonObject]]:
     """The generator of a benchmark, which yields everything measured so far after each measurement."""
     if what == "comm":
         from finetune.bench import comm_report

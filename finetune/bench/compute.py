@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from rich.table import Table
 
@@ -12,10 +11,11 @@ from finetune.bench import comm, conditions, launch
 from finetune.measure.protocol import WARM_UP
 from finetune.runtime.command import console, print_line
 from finetune.runtime.machine.hardware import survey, topology_line
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
     """Measure one device, or several at once with --world-sizes. Yields the content of `--json`."""
     machine = survey()
     world_sizes = options.world_sizes or [1]
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
         yield runs[0] if len(runs) == 1 else {"kind": "compute", "runs": runs}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: JsonObject) -> None:
     """Print a row per case and a column per rank."""
     table = Table(title="median per device", title_justify="left")
     table.add_column("")

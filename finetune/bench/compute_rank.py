@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from finetune.bench import rank
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 GIB = 2**30
 
@@ -17,12 +18,12 @@ class Case(NamedTuple):
     """One thing to time: a call of `step` does `amount`, in `unit` times seconds."""
 
     name: str
-    step: Callable[[], Any]
+    step: Callable[[], object]
     amount: float
     unit: str
 
 
-def measure(request: rank.Request) -> dict[str, Any]:
+def measure(request: rank.Request) -> JsonObject:
     """Rate of each case on every rank, all ranks at the same time."""
     cases, before = [], None
     builders = list(gpu_cases() if rank.on_gpu() else cpu_cases())

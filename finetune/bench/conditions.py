@@ -1,29 +1,34 @@
-"""Conditions that limit how far a measurement can be trusted: drift, unlike GPUs, and other load on the machine."""
+"""Conditions that limit how far a measurement can be trusted: drift, different GPUs, and other load on the machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 
 # A GPU's clock follows its temperature and power. The study kept its GPUs between 65 and 70 C. Under a steady load a
 # clock moves by one or two steps of 15 MHz (less than 2 % of 1,980 MHz); larger changes make the figures incomparable.
 MOST_CLOCK_DRIFT = 0.03
 MOST_DEGREES = 10
 
-States = Sequence[dict[str, Any] | None]
+States = Sequence[JsonObject | None]
 
 
-def describe(before: States, after: States, machine: Hardware) -> dict[str, Any]:
+def describe(before: States, after: States, machine: Hardware) -> JsonObject:
     """For JSON: the state of each rank's GPU under load at the start and at the end, load average and warnings."""
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     return {
         "before": list(before),
         "after": list(after),
         "load_average": load,
-        "warnings": [*drift(before, after), *unlike(machine), *shared(machine), *crowded(machine, load)],
+        "warnings": [
+            *drift(before, after),
+            *hardware_mismatch(machine),
+            *shared(machine),
+            *cpu_contention(machine, load),
+        ],
     }
 
 
@@ -42,14 +47,14 @@ def drift(before: States, after: States) -> list[str]:
     return found
 
 
-def unlike(machine: Hardware) -> list[str]:
+def hardware_mismatch(machine: Hardware) -> list[str]:
     """A warning if the GPUs differ, with the differences."""
     if machine.identical is not False:
         return []
     return [f"the GPUs differ, so the slowest sets the pace ({'; '.join(machine.differences)})"]
 
 
-def crowded(machine: Hardware, load: Sequence[float] | None) -> list[str]:
+def cpu_contention(machine: Hardware, load: Sequence[float] | None) -> list[str]:
     """A warning if a CPU run had more runnable processes than cores (`load` as from os.getloadavg)."""
     if machine.device != "cpu" or load is None or load[0] <= machine.cpu_cores + 0.5:
         return []

@@ -27,7 +27,7 @@ DEFAULT_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
 def ranks(
     module: str,
     world_size: int,
-    request: Mapping[str, Any],
+    request: Mapping[str, object],
     *,
     title: str,
     environment: Mapping[str, str] | None = None,
@@ -49,7 +49,7 @@ def ranks(
         command = [*launch_lines.launch_command(world_size), "-m", module, folder]
         code, output = _follow(command, env, title)
         if code:
-            raise _failure(code, output, world_size)
+            raise failure_error(code, output, world_size)
         return json.loads(Path(folder, RESULT).read_text())
 
 
@@ -98,7 +98,7 @@ class _progress:
             self._bar.stop()
 
 
-def _failure(code: int, output: str, world_size: int) -> UserError:
+def failure_error(code: int, output: str, world_size: int) -> UserError:
     """The error of a launch, with the message of the rank that failed first if it printed one."""
     message = subprocesses.first_error(output)
     if message is not None:

@@ -15,16 +15,17 @@ from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, process_group
+from finetune.runtime.types import JsonObject
 
-Request = dict[str, Any]
+Request = JsonObject
 
 
-def run_rank(measure: Callable[[Request], Any]) -> int:
+def run_rank(measure: Callable[[Request], object]) -> int:
     """The `main` of a rank started by `launch.ranks`: run `measure(request)`; rank 0 writes its result."""
     return run_guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
 
 
-def _run_rank(folder: Path, measure: Callable[[Request], Any]) -> int:
+def _run_rank(folder: Path, measure: Callable[[Request], object]) -> int:
     request = json.loads((folder / REQUEST).read_text())
     choose_device()
     process_group.start(cpu=not on_gpu(), timeout_seconds=request["timeout_seconds"], timeout_setting=None)
@@ -74,7 +75,7 @@ def barrier() -> None:
     distributed.barrier()
 
 
-def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
+def time_steps(step: Callable[[], object], *, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of `steps` calls after `warm_up` calls; all ranks start together."""
     barrier()
     clock = Clock(device_type())
@@ -92,12 +93,12 @@ def slowest(seconds: Sequence[float]) -> list[float]:
     return [max(of_ranks) for of_ranks in zip(*distributed.gather_objects(list(seconds)), strict=True)]
 
 
-def figure(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
+def figure(runs: Sequence[Sequence[float]]) -> JsonObject:
     """`protocol.summarize` for JSON."""
     found: Summary = summarize(runs)
     return found.to_dict()
 
 
-def states() -> list[dict[str, Any] | None]:
+def states() -> list[JsonObject | None]:
     """Current clocks, temperature and power of every rank's GPU, in rank order; None for ranks on a CPU."""
     return distributed.gather_objects(hardware.gpu_state())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
 from finetune.bench.launch import choose_world_sizes
@@ -14,14 +13,15 @@ from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.command import print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import recommend_settings
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
     """Measure every world size. Yields the content of `--json`: {"kind": "step", "runs": [...]}."""
     config = load(rest, command="bench")
     machine = survey()
-    world_sizes = dividing(
+    world_sizes = fitting_world_sizes(
         config, choose_world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes)
     )
     for world in world_sizes:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
         timeline.write(options.out / "step.png", "Training step by rank", bars(runs))
 
 
-def dividing(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list[int]:
+def fitting_world_sizes(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list[int]:
     """The world sizes that divide the global batch evenly.
 
     Raises:
@@ -66,7 +66,7 @@ def measure(
     *,
     warm_up: int = WARM_UP,
     machine: Hardware | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a configuration on `world_size` ranks and time its steps.
 
     Args:
@@ -95,7 +95,7 @@ def measure(
         "kind": "step",
         "world_size": world_size,
         "hardware": machine.to_dict(),
-        "environment": comm.in_effect(environment),
+        "environment": comm.communication_environment(environment),
         "conditions": conditions.describe([one[0] for one in states], [one[-1] for one in states], machine),
         **found,
         "tokens_per_second_per_gpu": found["tokens_per_step"] / step / world_size,
@@ -103,7 +103,7 @@ def measure(
     }
 
 
-def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
+def bars(runs: Sequence[JsonObject]) -> list[timeline.Bar]:
     """A bar per rank of each world size, in milliseconds."""
     return [
         timeline.bar(f"rank {rank} of {run['world_size']}", one["seconds"])
@@ -112,7 +112,7 @@ def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
     ]
 
 
-def show(run: dict[str, Any]) -> None:
+def show(run: JsonObject) -> None:
     """Print the timeline of a world size, and its rates."""
     timeline.show(bars([run]))
     share = run["exposed_communication_fraction"]

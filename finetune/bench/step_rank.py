@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
@@ -15,6 +15,10 @@ from finetune.engine import session
 from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
 from finetune.runtime.ranks import distributed, process_group
+from finetune.runtime.types import JsonObject
+
+if TYPE_CHECKING:
+    from finetune.bench.windows import Windows
 
 
 def main() -> int:
@@ -26,7 +30,7 @@ def run(folder: Path) -> int:
     """Train for as many steps as requested; rank 0 writes the result."""
     request = json.loads((folder / REQUEST).read_text())
     with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
-        config = short(load(request["arguments"], command="bench"), request, out)
+        config = shortened(load(request["arguments"], command="bench"), request, out)
         result = measure(config, request, Path(out))
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)
@@ -34,7 +38,7 @@ def run(folder: Path) -> int:
     return DONE
 
 
-def short(config: Config, request: dict[str, Any], out: str) -> Config:
+def shortened(config: Config, request: JsonObject, out: str) -> Config:
     """The configuration limited to the measured steps: no checkpoints, evaluation or samples."""
     total = request["runs"] * (request["warm_up"] + request["steps"])
     training = replace(
@@ -51,7 +55,7 @@ def short(config: Config, request: dict[str, Any], out: str) -> Config:
     return replace(config, training=training, logging=logging)
 
 
-def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any]:
+def measure(config: Config, request: JsonObject, out: Path) -> JsonObject:
     """Build the real trainer, train, and gather the figures of all ranks."""
     config, demo = session.with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
@@ -77,12 +81,12 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     }
 
 
-def figures(windows: Any) -> dict[str, Any]:
+def figures(windows: Windows) -> JsonObject:
     """Seconds on this rank: the step, each phase, and the communication inside the backward pass."""
     from finetune.bench.rank import figure
     from finetune.engine.monitoring.phases import PHASES
 
-    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in windows.seconds])}
+    found: JsonObject = {"step": figure([[sum(step.values()) for step in run] for run in windows.seconds])}
     found |= {name: figure([[step[name] for step in run] for run in windows.seconds]) for name in PHASES}
     for place, name in enumerate(("exposed", "hidden")):
         found[name] = figure([[one[place] for one in windows.communication]]) if windows.communication else None

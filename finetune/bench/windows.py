@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.bench import rank
 from finetune.engine.monitoring.phases import PhaseTimer
 from finetune.runtime import communication
 from finetune.runtime.machine import hardware
+from finetune.runtime.types import JsonObject
+
+if TYPE_CHECKING:
+    from finetune.engine.trainer import SFTTrainer
 
 PROFILED = 3  # steps traced by torch's profiler on a GPU
 
 
 class WindowTimer(PhaseTimer):
-    """A timer beside the run's own; transformers warns of two callbacks of one class."""
+    """A timer in addition to the run's own; transformers warns of two callbacks of one class."""
 
 
 class Windows(TrainerCallback):
@@ -25,11 +29,11 @@ class Windows(TrainerCallback):
     DDP's report costs a host-device sync per step, so only its own times are taken from that window.
     """
 
-    def __init__(self, trainer: Any, *, runs: int, warm_up: int, steps: int) -> None:
+    def __init__(self, trainer: SFTTrainer, *, runs: int, warm_up: int, steps: int) -> None:
         self.trainer, self.runs, self.warm_up, self.steps = trainer, runs, warm_up, steps
         self.seconds: list[list[dict[str, float]]] = []  # per run and step, by phase
         self.communication: list[tuple[float, float]] = []  # per step of the last window: exposed and hidden seconds
-        self.states: list[Any] = []  # of this rank's GPU, at the start and at the end
+        self.states: list[JsonObject | None] = []  # of this rank's GPU, at the start and at the end
         self.profile: dict[str, float] | None = None
         self._timer = WindowTimer(trainer, rank.device_type(), on=False)  # before this callback: it closes the step
         self._profiler: Any = None
@@ -44,7 +48,9 @@ class Windows(TrainerCallback):
     def _sampled(self) -> int:
         return self.steps + 1 + PROFILED if self.trainer.args.world_size > 1 else 0
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         measured = self.runs * (self.warm_up + self.steps)
         if state.global_step > measured:
             self._record_communication(state.global_step - measured)
@@ -69,7 +75,8 @@ class Windows(TrainerCallback):
 
     def _sample_every_step(self) -> None:
         if self._sampled:
-            self.trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
+            wrapped: Any = self.trainer.model_wrapped
+            wrapped._set_ddp_runtime_logging_sample_rate(1)
 
     def _record_communication(self, step: int) -> None:
         """Read DDP's report, which covers the step before; the first one is of an earlier sample."""

@@ -5,55 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from finetune.chat.generation import Answer, Speaker
+from finetune.chat.generation import Answer, Generator
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, console, print_line
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
-def run(speaker: Speaker, prompts: Sequence[str], batch_size: int, json: Path | None) -> int:
+def run(generator: Generator, prompts: Sequence[str], batch_size: int, json: Path | None) -> int:
     """Answer the prompts, and print or write the answers in their order. Returns the exit code.
 
     Raises:
         UserError: a prompt is too long for the model's context; it names the prompt.
     """
-    encoded = [_encoded(speaker, number, prompt) for number, prompt in enumerate(prompts, start=1)]
-    given = {"answer": answers(speaker, encoded, batch_size)}
-    if speaker.loaded.base is not None:
-        given["base"] = answers(speaker, encoded, batch_size, base=True)
+    encoded = [_encoded(generator, number, prompt) for number, prompt in enumerate(prompts, start=1)]
+    given = {"answer": answers(generator, encoded, batch_size)}
+    if generator.loaded.base is not None:
+        given["base"] = answers(generator, encoded, batch_size, base=True)
     if json:
-        write_json(json, result(speaker, prompts, given))
+        write_json(json, result(generator, prompts, given))
         print_line(f"{counted(len(prompts), 'answer is', 'answers are')} in {json}.")
     else:
         _print(prompts, given)
     unfinished = [one.text for one in given["answer"] if not one.finished]
     if unfinished:
-        at = counted(speaker.manner.max_new_tokens, "token")
-        remedy = speaker.remedy(unfinished)
-        print_line(f"{len(unfinished)} of {len(prompts)} answers were cut at {at}; {remedy}.", style="yellow")
+        limit = counted(generator.settings.max_new_tokens, "token")
+        remedy = generator.remedy(unfinished)
+        print_line(f"{len(unfinished)} of {len(prompts)} answers were cut at {limit}; {remedy}.", style="yellow")
     if "base" in given:
         same = sum(one.text == other.text for one, other in zip(given["answer"], given["base"], strict=True))
         print_line(f"{same} of {len(prompts)} answers are the same as the base model's.")
     return DONE
 
 
-def _encoded(speaker: Speaker, number: int, prompt: str) -> list[int]:
-    ids = speaker.encode(speaker.opening(prompt))
+def _encoded(generator: Generator, number: int, prompt: str) -> list[int]:
+    ids = generator.encode(generator.opening(prompt))
     try:
-        speaker.room(ids)
+        generator.answer_limit(ids)
     except UserError as error:
         raise UserError(f"--prompts, prompt {number}: {error}") from None
     return ids
 
 
-def answers(speaker: Speaker, encoded: Sequence[list[int]], batch_size: int, *, base: bool = False) -> list[Answer]:
+def answers(generator: Generator, encoded: Sequence[list[int]], batch_size: int, *, base: bool = False) -> list[Answer]:
     """An answer to each tokenized prompt, in order. Prompts of similar length are answered together, which needs little
     padding; one that leaves less room in the context than the others is answered alone.
 
@@ -61,24 +61,26 @@ def answers(speaker: Speaker, encoded: Sequence[list[int]], batch_size: int, *, 
         base: of the base model.
     """
     found: dict[int, Answer] = {}
-    whole = [place for place, ids in enumerate(encoded) if speaker.room(ids) == speaker.manner.max_new_tokens]
+    whole = [
+        place for place, ids in enumerate(encoded) if generator.answer_limit(ids) == generator.settings.max_new_tokens
+    ]
     whole.sort(key=lambda place: len(encoded[place]), reverse=True)  # the batch that needs most memory comes first
     groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
     groups += [[place] for place in range(len(encoded)) if place not in set(whole)]
     shown = track(groups, "base model" if base else "answers", console=console(), transient=True)
     for group in shown if console().is_terminal else groups:
-        for place, answer in zip(group, speaker.answer([encoded[i] for i in group], base=base), strict=True):
+        for place, answer in zip(group, generator.answer([encoded[i] for i in group], base=base), strict=True):
             found[place] = answer
     return [found[place] for place in range(len(encoded))]
 
 
-def result(speaker: Speaker, prompts: Sequence[str], given: dict[str, list[Answer]]) -> dict[str, Any]:
+def result(generator: Generator, prompts: Sequence[str], given: dict[str, list[Answer]]) -> JsonObject:
     """The content of --json."""
     rows = [
         {"prompt": prompt} | {name: asdict(answered[place]) for name, answered in given.items()}
         for place, prompt in enumerate(prompts)
     ]
-    return {"run": str(speaker.found.given), **speaker.facts(), "answers": rows}
+    return {"run": str(generator.found.given), **generator.facts(), "answers": rows}
 
 
 def _print(prompts: Sequence[str], given: dict[str, list[Answer]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.runtime import files
@@ -13,7 +13,8 @@ from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
-    from finetune.chat.generation import Speaker
+    from finetune.chat.generation import Generator
+    from finetune.chat.load import LoadedModel
     from finetune.engine.checkpoint.run_artifacts import Trained
 
 PURPOSE = (
@@ -39,7 +40,7 @@ def own_options() -> Options:
     """The options of this command."""
     found = Options("chat", PURPOSE, notes=NOTES, configuration=False, usage="RUN [options]")
     found.add_argument("run", type=path, metavar="RUN", help=argparse.SUPPRESS)
-    found.add_switch("--compare", "answer with the base model as well, beside the trained one")
+    found.add_switch("--compare", "answer with the base model as well, next to the trained one")
     found.add("--prompts", path, "FILE", "answer each line of a text file, greedily, instead of talking")
     found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
     found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
@@ -100,15 +101,15 @@ def run(argv: list[str]) -> int:
         compare=options.compare,
         backend=options.backend,
     )
-    speaker = _speaker(options, found, loaded)
-    print_line(f"{loaded.about}. {speaker.about}.")
+    generator = _generator(options, found, loaded)
+    print_line(f"{loaded.description}. {generator.description}.")
     if prompts is not None:
         from finetune.chat import batch
 
-        return batch.run(speaker, prompts, options.batch_size, options.json)
+        return batch.run(generator, prompts, options.batch_size, options.json)
     from finetune.chat import repl
 
-    return repl.run(speaker, options.json)
+    return repl.run(generator, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -170,14 +171,14 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _speaker(options: argparse.Namespace, found: Trained, loaded: Any) -> Speaker:
-    from finetune.chat.generation import Manner, Speaker
+def _generator(options: argparse.Namespace, found: Trained, loaded: LoadedModel) -> Generator:
+    from finetune.chat.generation import GenerationSettings, Generator
 
-    manner = Manner(
+    settings = GenerationSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         greedy=options.prompts is not None,
         seed=options.seed,
     )
     raw = True if options.raw else False if options.template else None
-    return Speaker(loaded, found, manner, system=options.system, raw=raw)
+    return Generator(loaded, found, settings, system=options.system, raw=raw)

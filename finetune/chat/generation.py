@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import set_seed
 
-from finetune.chat.load import Loaded
+from finetune.chat.load import LoadedModel
 from finetune.data.templates import render
 from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.spans import end_of_turn
@@ -19,6 +19,7 @@ from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.engine.model import generation_config
 from finetune.engine.model.loading import complete, end_tokens
 from finetune.errors import RunError, UserError
+from finetune.runtime.types import JsonObject, Model
 
 Messages = list[dict[str, str]]
 
@@ -37,7 +38,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class GenerationSettings:
     """How to generate.
 
     temperature:  None leaves it to the model's generation config, or to `greedy`
@@ -50,10 +51,12 @@ class Manner:
     seed: int
 
 
-class Speaker:
+class Generator:
     """A loaded model with its chat template, stop tokens and way to generate."""
 
-    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool | None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, found: Trained, settings: GenerationSettings, *, system: str | None, raw: bool | None
+    ) -> None:
         """
         Args:
             system: the system message; None takes the run's own, an empty text none.
@@ -62,7 +65,7 @@ class Speaker:
         Raises:
             UserError: the chat template is invalid, or cannot express the system message.
         """
-        self.loaded, self.found, self.manner = loaded, found, manner
+        self.loaded, self.found, self.settings = loaded, found, settings
         tokenizer = loaded.tokenizer
         self.as_trained = raw is None
         untemplated = found.templated is False if raw is None else raw
@@ -82,7 +85,7 @@ class Speaker:
         for name in ("messages", "tools", "documents", "add_generation_prompt", "template", "marks"):
             self._variables.pop(name, None)  # run.json may come from a stranger
         self.stops, self.stop_string = self._stops()
-        set_seed(manner.seed)
+        set_seed(settings.seed)
         text = loaded.model.config.get_text_config()
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         if self.template is not None:
@@ -131,25 +134,25 @@ class Speaker:
     @property
     def samples(self) -> bool:
         """Whether answers are drawn at random."""
-        if self.manner.temperature is not None:
-            return self.manner.temperature > 0
-        return not self.manner.greedy and bool(self.loaded.model.generation_config.do_sample)
+        if self.settings.temperature is not None:
+            return self.settings.temperature > 0
+        return not self.settings.greedy and bool(self.loaded.model.generation_config.do_sample)
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """How answers are generated, in words."""
-        config = self.settings(1)
+        config = self.generation_config(1)
         drawn = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         drawn = {name: value for name, value in drawn.items() if value is not None}
         how = ", ".join(f"{name} {value:g}" for name, value in drawn.items())
-        manner = f"Sampling{': ' + how if how else ''}, seed {self.manner.seed}" if self.samples else "Greedy"
+        settings = f"Sampling{': ' + how if how else ''}, seed {self.settings.seed}" if self.samples else "Greedy"
         names = [self.loaded.tokenizer.decode([token]) for token in self.stops]
         ends = ", ".join([*names, *([self.stop_string] if self.stop_string else [])])
         trained = self.as_trained and self.found.templated is False
         plain = f"no chat template{', as in training' if trained else ''}: each prompt is continued as it is"
         shape = plain if self.template is None else "chat template"
         system = f"system message {_short(self.system)!r}; " if self.system else ""
-        return f"{manner}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
+        return f"{settings}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
     def remedy(self, cut: Sequence[str]) -> str:
         """What to do about answers that were cut at the length limit: greedy ones may repeat themselves for ever."""
@@ -157,9 +160,9 @@ class Speaker:
             return "it repeats itself, as greedy answers may: --temperature 0.7 samples"
         return "--max-new-tokens allows more"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What the answers depend on, for --json."""
-        config = self.settings(self.manner.max_new_tokens)
+        config = self.generation_config(self.settings.max_new_tokens)
         drawn = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")} if self.samples else {}
         return {
             "folder": str(self.found.folder),
@@ -170,12 +173,12 @@ class Speaker:
             "chat_template": self.template is not None,
             "stop_tokens": self.stops,
             "stop_string": self.stop_string,
-            "sampling": {"seed": self.manner.seed, **drawn} if self.samples else None,
-            "max_new_tokens": self.manner.max_new_tokens,
+            "sampling": {"seed": self.settings.seed, **drawn} if self.samples else None,
+            "max_new_tokens": self.settings.max_new_tokens,
         }
 
-    def settings(self, max_new_tokens: int) -> Any:
-        """The GenerationConfig: the model's own, with the stop tokens and the manner of this program."""
+    def generation_config(self, max_new_tokens: int) -> Any:
+        """The GenerationConfig: the model's own, with the stop tokens and the settings of this program."""
         config = copy.deepcopy(self.loaded.model.generation_config)
         config.max_new_tokens, config.max_length, config.min_length, config.min_new_tokens = (
             max_new_tokens,
@@ -191,24 +194,24 @@ class Speaker:
         if not self.samples:
             for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
                 setattr(config, name, None)
-        elif self.manner.temperature is not None:
-            config.temperature = self.manner.temperature
+        elif self.settings.temperature is not None:
+            config.temperature = self.settings.temperature
         return config
 
-    def room(self, ids: Sequence[int]) -> int:
-        """Tokens that an answer to a prompt may have: the context of the model ends it, too.
+    def answer_limit(self, ids: Sequence[int]) -> int:
+        """Tokens that an answer to a prompt may have: the model's context also limits it.
 
         Raises:
             UserError: the prompt fills the context.
         """
         if self.context is None:
-            return self.manner.max_new_tokens
+            return self.settings.max_new_tokens
         if len(ids) >= self.context:
             raise UserError(
                 f"the prompt is too long: {len(ids):,} tokens, and the model's context has {self.context:,}. "
                 "Shorten it."
             )
-        return min(self.manner.max_new_tokens, self.context - len(ids))
+        return min(self.settings.max_new_tokens, self.context - len(ids))
 
     def answer(self, prompts: Sequence[list[int]], *, base: bool = False, streamer: Any = None) -> list[Answer]:
         """Answers to tokenized prompts, generated together.
@@ -221,8 +224,8 @@ class Speaker:
             UserError: a prompt fills the model's context.
             RunError: the GPU has too little memory.
         """
-        limit = min(self.room(ids) for ids in prompts)
-        settings, tokenizer = self.settings(limit), self.loaded.tokenizer
+        limit = min(self.answer_limit(ids) for ids in prompts)
+        settings, tokenizer = self.generation_config(limit), self.loaded.tokenizer
         further = {"streamer": streamer} if streamer is not None else {}
         if self.stop_string:
             further["tokenizer"] = tokenizer
@@ -247,7 +250,7 @@ class Speaker:
         return Answer(text=text, tokens=len(ids), finished=finished)
 
 
-def _generated(model: Any, prompts: Sequence[list[int]], settings: Any, further: dict[str, Any]) -> list[list[int]]:
+def _generated(model: Model, prompts: Sequence[list[int]], settings: Any, further: JsonObject) -> list[list[int]]:
     """`complete`, with the model's own defaults out of the way: transformers fills what `settings` leaves open."""
     own = model.generation_config
     model.generation_config = settings

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
@@ -14,25 +14,30 @@ from finetune.engine import preflight
 from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
+from finetune.runtime.types import Model, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedModel:
     """A trained model, ready to generate.
 
     base:   the model before training; None if it was not asked for. The same object as `model` if the adapter can be
             switched off.
-    about:  one sentence on what was loaded
+    description: one sentence on what was loaded
     """
 
     model: Any
-    base: Any
+    base: Model | None
     tokenizer: Any
-    about: str
+    description: str
 
     @contextlib.contextmanager
-    def as_base(self) -> Iterator[Any]:
+    def as_base(self) -> Iterator[Model]:
         """The base model, for the time of a block."""
+        assert self.base is not None
         if self.base is not self.model:
             yield self.base
             return
@@ -47,7 +52,7 @@ def load(
     trust_remote_code: bool = False,
     compare: bool = False,
     backend: str = "auto",
-) -> Loaded:
+) -> LoadedModel:
     """The model and tokenizer of `found` on this machine's first GPU, or on the CPU.
 
     Args:
@@ -66,7 +71,7 @@ def load(
         raise UserError(f"{found.folder} does not record its base model. Name it with --base.")
     if found.adapter is not None or compare:
         _check_base(found, str(name), base is not None)
-    stack = bootstrap.start(_backend(backend, found, base), "error", setting="--backend")
+    stack = bootstrap.start(choose_backend(backend, found, base), "error", setting="--backend")
     import torch
 
     dtype = getattr(torch, found.dtype) if found.dtype else None
@@ -82,9 +87,9 @@ def load(
 
     if stack.backend == "unsloth":
         with _loading(found.folder, "adapter"):
-            model = _with_unsloth(found, dtype, **common)
+            model = _load_with_unsloth(found, dtype, **common)
     elif found.adapter is not None:
-        model = _with_adapter(base_model(), found.folder)
+        model = _load_adapter(base_model(), found.folder)
     else:
         with _loading(found.folder, "model"):
             model = _causal_lm(str(found.folder), None, dtype, **common)
@@ -96,11 +101,11 @@ def load(
     kind = f"adapter {found.folder} on {name}" if found.adapter is not None else f"model {found.folder}"
     quantized = f", base in {found.bits} bits" if found.bits and found.adapter is not None else ""
     placed = f"{str(model.dtype).removeprefix('torch.')} on {stack.device}, with {stack.backend}"
-    about = f"Loaded the {kind}{quantized}, {placed}"
-    return Loaded(model=model, base=before, tokenizer=tokenizer, about=about)
+    description = f"Loaded the {kind}{quantized}, {placed}"
+    return LoadedModel(model=model, base=before, tokenizer=tokenizer, description=description)
 
 
-def _backend(asked: str, found: Trained, base: str | None) -> str:
+def choose_backend(asked: str, found: Trained, base: str | None) -> str:
     """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/results),
     and loads an adapter only with the base model that the adapter names.
 
@@ -112,7 +117,7 @@ def _backend(asked: str, found: Trained, base: str | None) -> str:
     named = found.adapter.get("base_model_name_or_path") if found.adapter else None
     if asked == "unsloth":
         if named is None:
-            raise UserError("--backend is unsloth, which answers with adapters only. Remove it.")
+            raise UserError("--backend unsloth only supports adapters. Remove it.")
         if base not in (None, named):
             raise UserError(
                 f"--backend is unsloth, which loads the base model that the adapter names ({named}), and --base is "
@@ -125,7 +130,7 @@ def _backend(asked: str, found: Trained, base: str | None) -> str:
     return "auto" if fits and torch.cuda.is_available() else "transformers"
 
 
-def _with_unsloth(found: Trained, dtype: Any, **arguments: Any) -> Any:
+def _load_with_unsloth(found: Trained, dtype: torch.dtype | None, **arguments: Any) -> Model:
     import unsloth
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
@@ -177,8 +182,8 @@ def _check_base(found: Trained, name: str, named: bool) -> None:
         )
 
 
-def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer that was saved with the weights; the base model's, beside an adapter that was saved without."""
+def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Tokenizer:
+    """The tokenizer that was saved with the weights; or the base model's, for an adapter that was saved without one."""
     from transformers import AutoTokenizer
 
     from finetune.engine.model.loading import with_padding
@@ -192,7 +197,7 @@ def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any
     return with_padding(tokenizer)
 
 
-def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any:
+def _causal_lm(name: str, bits: int | None, dtype: torch.dtype | None, **arguments: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -204,7 +209,7 @@ def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any
     )
 
 
-def _with_adapter(model: Any, folder: Path) -> Any:
+def _load_adapter(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
     with _loading(folder, "adapter"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.columns import Columns
 from rich.live import Live
@@ -16,16 +15,17 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import TextStreamer
 
-from finetune.chat.generation import Answer, Messages, Speaker
+from finetune.chat.generation import Answer, Generator, Messages
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, printable
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
-def run(speaker: Speaker, json: Path | None) -> int:
+def run(generator: Generator, json: Path | None) -> int:
     """Talk until the input ends. Returns the exit code: 130 after Ctrl-C at the prompt.
 
     Raises:
@@ -34,7 +34,7 @@ def run(speaker: Speaker, json: Path | None) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for `input`
     print_line(HELP)
-    conversation, code = Conversation(speaker), DONE
+    conversation, code = Conversation(generator), DONE
     with _keyboard():
         while True:
             try:
@@ -50,61 +50,61 @@ def run(speaker: Speaker, json: Path | None) -> int:
             if text == "/exit":
                 break
             if text == "/clear":
-                conversation = Conversation(speaker, conversation.turns)
+                conversation = Conversation(generator, conversation.turns)
                 print_line("Conversation cleared.")
             elif text == "/help":
                 print_line(HELP)
             elif text:
-                conversation.say(text)
+                conversation.respond(text)
     if sys.stdin.isatty():
         print_line("")
     if json:
-        write_json(json, {"run": str(speaker.found.given), **speaker.facts(), "turns": conversation.turns})
+        write_json(json, {"run": str(generator.found.given), **generator.facts(), "turns": conversation.turns})
     return code
 
 
 class Conversation:
     """What was said so far: once with the trained model and, if the base model answers too, once with that."""
 
-    def __init__(self, speaker: Speaker, turns: list[dict[str, Any]] | None = None) -> None:
-        self.speaker = speaker
+    def __init__(self, generator: Generator, turns: list[JsonObject] | None = None) -> None:
+        self.generator = generator
         self.number = 1 + (turns[-1]["conversation"] if turns else 0)
-        self.sides = ("base", "trained") if speaker.loaded.base is not None else ("trained",)
-        self.said: dict[str, Messages] = {side: [] for side in self.sides}
-        self.turns: list[dict[str, Any]] = [] if turns is None else turns  # for --json
+        self.sides = ("base", "trained") if generator.loaded.base is not None else ("trained",)
+        self.messages: dict[str, Messages] = {side: [] for side in self.sides}
+        self.turns: list[JsonObject] = [] if turns is None else turns  # for --json
 
-    def say(self, text: str) -> None:
+    def respond(self, text: str) -> None:
         """Print the answer to a message. A message that is too long is reported and forgotten."""
-        asked = {side: self._with(self.said[side], text) for side in self.sides}
+        asked = {side: self._appended(self.messages[side], text) for side in self.sides}
         try:
-            encoded = {side: self.speaker.encode(asked[side]) for side in self.sides}
+            encoded = {side: self.generator.encode(asked[side]) for side in self.sides}
             for ids in encoded.values():
-                self.speaker.room(ids)
+                self.generator.answer_limit(ids)
         except UserError as error:
             print_line(f"{error} /clear forgets what was said.", style="yellow")
             return
         screen = Screen(self.sides)
-        turn: dict[str, Any] = {"conversation": self.number, "prompt": text}
+        turn: JsonObject = {"conversation": self.number, "prompt": text}
         with screen, contextlib.suppress(KeyboardInterrupt):
             for side in self.sides:
                 answer = self._answer(side, encoded[side], screen)
                 turn["base" if side == "base" else "answer"] = asdict(answer)
         for side in self.sides:  # of an answer that was stopped: what has been shown
-            self.said[side] = [*asked[side], {"role": "assistant", "content": screen.texts[side]}]
+            self.messages[side] = [*asked[side], {"role": "assistant", "content": screen.texts[side]}]
         self.turns.append(turn)
         for side in self.sides:
             shown = turn.get("base" if side == "base" else "answer")
             if shown is not None and not shown["finished"]:
                 whose = f"{side} " if len(self.sides) > 1 else ""
-                remedy = self.speaker.remedy([shown["text"]])
+                remedy = self.generator.remedy([shown["text"]])
                 print_line(f"({whose}cut at {counted(shown['tokens'], 'token')}; {remedy})", style="yellow")
 
-    def _with(self, said: Messages, text: str) -> Messages:
-        return [*said, {"role": "user", "content": text}] if said else self.speaker.opening(text)
+    def _appended(self, said: Messages, text: str) -> Messages:
+        return [*said, {"role": "user", "content": text}] if said else self.generator.opening(text)
 
     def _answer(self, side: str, ids: list[int], screen: Screen) -> Answer:
-        streamer = Streamer(self.speaker, lambda text: screen.show(side, text))
-        (answer,) = self.speaker.answer([ids], base=side == "base", streamer=streamer)
+        streamer = Streamer(self.generator, lambda text: screen.show(side, text))
+        (answer,) = self.generator.answer([ids], base=side == "base", streamer=streamer)
         screen.finish(side, answer.text)
         return answer
 
@@ -112,9 +112,9 @@ class Conversation:
 class Streamer(TextStreamer):
     """Passes on the text so far each time that it grows, without special tokens and without a stop text."""
 
-    def __init__(self, speaker: Speaker, show: Any) -> None:
-        super().__init__(speaker.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stop, self._show, self._text = speaker.stop_string, show, ""
+    def __init__(self, generator: Generator, show: Callable[[str], None]) -> None:
+        super().__init__(generator.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop, self._show, self._text = generator.stop_string, show, ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._text += text

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 from finetune.engine import preflight
 from finetune.engine.checkpoint.run_artifacts import Trained
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 
-def commands(found: Trained) -> dict[str, Any]:
+def commands(found: Trained) -> JsonObject:
     """{vllm, llama.cpp, ask}: the steps of each, as shell commands. A full model needs no export for vLLM."""
     source, name = str(found.given), found.given.resolve().name
     if found.folder != found.given:
@@ -42,7 +42,7 @@ def commands(found: Trained) -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
+def text(found: JsonObject) -> str:
     """The commands as a script with headings."""
     parts = []
     for tool in ("vllm", "llama.cpp"):

@@ -1,6 +1,6 @@
 """The configuration: typed sections, YAML plus dotted overrides, all mistakes reported at once."""
 
-from finetune.config.batch import Batch, fixed, fixing_arguments, resolve_batch, scaled_learning_rate
+from finetune.config.batch import Batch, fixed_batch_arguments, resolve_batch, scaled_learning_rate, with_fixed_batch
 from finetune.config.help import help_text
 from finetune.config.load import dump_yaml, load
 from finetune.config.schema import (
@@ -23,8 +23,8 @@ __all__ = [
     "ModelConfig",
     "TrainingConfig",
     "dump_yaml",
-    "fixed",
-    "fixing_arguments",
+    "with_fixed_batch",
+    "fixed_batch_arguments",
     "help_text",
     "load",
     "resolve_batch",

@@ -48,8 +48,8 @@ class Argument:
     passed: bool = False
     sets: Mapping[Any, tuple[str, Any]] = field(default_factory=dict)
     excludes: Mapping[Any, tuple[str, Any]] = field(default_factory=dict)
-    kept: tuple[Any, ...] = ()
-    fixed: Any = UNSET
+    kept: tuple[object, ...] = ()
+    fixed: object = UNSET
     reason: str = ""
     remedy: str = ""
     script: str = ""
@@ -61,7 +61,7 @@ class Argument:
         """Why a configuration refuses it, and what to do; "" if it does not."""
         return "; ".join(text for text in (self.reason, self.remedy) if text)
 
-    def is_kept(self, value: Any) -> bool:
+    def is_kept(self, value: object) -> bool:
         """Whether this value describes every run."""
         return any(type(value) is type(one) and value == one for one in self.kept)
 
@@ -340,7 +340,7 @@ def row(name: str, of: str = CONFIG) -> Argument:
 
 
 @cache
-def former(of: str = CONFIG) -> dict[str, str]:
+def former_names(of: str = CONFIG) -> dict[str, str]:
     """Former name -> today's of the same values; "" if it has no effect today."""
     return {name: one.now for name, one in rows(of).items() if one.now is not None and not one.sets}
 
@@ -349,7 +349,7 @@ FIXED = {name: one.fixed for name, one in rows(CONFIG).items() if one.fixed is n
 # What a configuration does not set by this name, with why and what to do. Names of our keys are accepted as such.
 _OWN = {name.partition(".")[2] for name in KEYS}
 REFUSED = {name: one.instead for name, one in rows(CONFIG).items() if one.instead and name not in _OWN}
-# Names that a configuration accepts under `training:` beside its keys, with some of their values or all.
+# Names that a configuration accepts under `training:` in addition to its keys, with some of their values or all.
 TAKEN = frozenset(
     name
     for name, one in rows(CONFIG).items()
@@ -359,7 +359,7 @@ TAKEN = frozenset(
 
 # What a script can be given on its command line: our key -> the argument of SFTConfig that it sets; "" if the run or
 # the adapter has it. What is not here the script decides in code.
-OF_SCRIPT = {
+SCRIPT_KEYS = {
     **{
         f"training.{name}": name
         for name in (
@@ -390,17 +390,19 @@ _BY_SCRIPT = {
 }
 
 
-def not_of_script(key: str) -> str | None:
+def why_not_in_script(key: str) -> str | None:
     """Why a script cannot be given this key of ours on its command line; None if it can."""
     section = key.partition(".")[0]
-    if key in OF_SCRIPT or section == "training" and key not in KEYS:  # an argument of SFTConfig by its own name
+    if key in SCRIPT_KEYS or section == "training" and key not in KEYS:  # an argument of SFTConfig by its own name
         return None
     return _BY_SCRIPT.get(section, "only a run from a configuration has it")
 
 
-def todays(given: Mapping[str, Any], of: str = CONFIG, note: Callable[[str], None] = lambda text: None) -> dict:
+def with_current_names(
+    given: Mapping[str, Any], of: str = CONFIG, note: Callable[[str], None] = lambda text: None
+) -> dict:
     """Arguments under the names that they have now. If both names are given, today's wins, unless it is unset, such as
-    `warmup_steps=0` beside a `warmup_ratio`.
+    `warmup_steps=0` next to a `warmup_ratio`.
 
     Args:
         note: called with a sentence for each former name.
@@ -408,20 +410,20 @@ def todays(given: Mapping[str, Any], of: str = CONFIG, note: Callable[[str], Non
     old = {name: one for name, one in rows(of).items() if one.now is not None and name in given}
     found = {name: value for name, value in given.items() if name not in old}
     for name, one in old.items():
-        note(described(name, of))
+        note(describe_former(name, of))
         value = one.sets[bool(given[name])][1] if one.sets else given[name]
         if one.now and value is not None and found.get(one.now) in (None, 0):
             found[one.now] = value
     return found
 
 
-def described(name: str, of: str = CONFIG) -> str:
+def describe_former(name: str, of: str = CONFIG) -> str:
     """What became of a former name."""
     one = rows(of)[name]
     return f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.left_out}"
 
 
-def same_as(name: str, value: Any) -> tuple[str, Any] | None:
+def key_set_by(name: str, value: object) -> tuple[str, Any] | None:
     """The key and value of ours that a name with this value sets, or None if it sets none."""
     if name == "chat_template_path" and isinstance(value, str) and value.endswith((".jinja", ".jinja2")):
         return "model.chat_template", value  # a folder or Hub name would also bring a tokenizer
@@ -433,7 +435,7 @@ def same_as(name: str, value: Any) -> tuple[str, Any] | None:
     return known.get(value) if _is_plain(value) else None
 
 
-def excluded(name: str, value: Any) -> tuple[str, Any] | None:
+def key_excluded_by(name: str, value: object) -> tuple[str, Any] | None:
     """The key of ours, and the value of it, that contradicts a name with this value; None if there is none."""
     return row(name).excludes.get(value) if _is_plain(value) else None
 
@@ -447,5 +449,5 @@ def values(name: str) -> list[Any] | None:
     return found + ([False] if "no" in found else [])  # YAML 1.1 reads an unquoted no as false
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, str | bool)

@@ -76,7 +76,7 @@ def grows_with_world_size(training: TrainingConfig) -> bool:
     return training.global_batch_size is None and given != (None, None)
 
 
-def fixed(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> TrainingConfig:
+def with_fixed_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> TrainingConfig:
     """The settings with the global batch that a launch of `world_size` ranks has, so that it is the same on others."""
     if not grows_with_world_size(training):
         return training
@@ -84,11 +84,11 @@ def fixed(training: TrainingConfig, world_size: int, data: DataConfig | None = N
     return replace(training, global_batch_size=size, gradient_accumulation_steps=None)
 
 
-def fixing_arguments(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> list[str]:
+def fixed_batch_arguments(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> list[str]:
     """What `fixed` changes, as arguments of a command."""
     if not grows_with_world_size(training):
         return []
-    size = fixed(training, world_size, data).global_batch_size
+    size = with_fixed_batch(training, world_size, data).global_batch_size
     return ["--training.global_batch_size", str(size), "--training.gradient_accumulation_steps", "null"]
 
 

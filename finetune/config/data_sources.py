@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from finetune.config.schema import KEYS, DataConfig
-from finetune.config.values import NotAllowed, convert, in_words, show
+from finetune.config.values import NotAllowed, Values, convert, in_words, show
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class DataSource:
     """One entry of data.train or data.eval: files, or a dataset on the Hub, and how its rows are read."""
 
     file: str | list[str] | None = None
@@ -37,7 +36,7 @@ class Origin:
         return self.weight or float(self.epochs or 1)
 
 
-_TYPES: dict[str, Any] = {
+_TYPES: Values = {
     "file": str | list[str],
     "format": KEYS["data.format"].type,
     "columns": dict[str, str],
@@ -53,40 +52,40 @@ _OTHER_NAMES = {"path": "file", "files": "file", "train_file": "file", "dataset_
 }
 
 
-def training_origins(data: DataConfig) -> list[Origin]:
+def training_sources(data: DataConfig) -> list[DataSource]:
     """The sources of the training rows; none if a script returns them."""
     if data.train is not None:
-        return [_origin(entry) for entry in data.train]
+        return [_data_source(entry) for entry in data.train]
     if data.dataset_name is not None:
-        return [Origin(name=data.dataset_name, config=data.dataset_config, split=data.split)]
+        return [DataSource(name=data.dataset_name, config=data.dataset_config, split=data.split)]
     files = _listed(data.train_file)
     weights = data.weights or [None] * len(files)
-    return [Origin(file=file, weight=weight) for file, weight in zip(files, weights, strict=True)]
+    return [DataSource(file=file, weight=weight) for file, weight in zip(files, weights, strict=True)]
 
 
-def evaluation_origins(data: DataConfig) -> list[Origin]:
+def evaluation_sources(data: DataConfig) -> list[DataSource]:
     """The sources of the evaluation rows; none if they are a fraction of the training rows, or if there are none."""
     if data.eval is not None:
-        return [_origin(entry) for entry in data.eval]
-    return [Origin(file=file) for file in _listed(data.eval_file)]
+        return [_data_source(entry) for entry in data.eval]
+    return [DataSource(file=file) for file in _listed(data.eval_file)]
 
 
-def entry_types() -> dict[str, Any]:
+def entry_types() -> Values:
     """Key -> annotation of an entry of data.train or data.eval."""
     return dict(_TYPES)
 
 
-def mistakes(entries: list[dict[str, Any]]) -> Iterator[str]:
+def entry_errors(entries: list[Values]) -> Iterator[str]:
     """Everything that is wrong with the entries of data.train or data.eval: what, then what to do."""
     if not entries:
         yield "the list is empty. Name a source, such as {file: a.jsonl}, or remove the key."
     for number, entry in enumerate(entries, 1):
-        for text in _mistakes(entry):
+        for text in _entry_errors(entry):
             yield f"entry {number}: {text}"
 
 
-def _mistakes(entry: dict[str, Any]) -> Iterator[str]:
-    valid: dict[str, Any] = {}
+def _entry_errors(entry: Values) -> Iterator[str]:
+    valid: Values = {}
     for key, value in entry.items():
         if key not in _TYPES:
             near = _OTHER_NAMES.get(str(key)) or next(iter(get_close_matches(str(key), _TYPES)), None)
@@ -102,7 +101,7 @@ def _mistakes(entry: dict[str, Any]) -> Iterator[str]:
     yield from _contradictions(valid)
 
 
-def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
+def _contradictions(entry: Values) -> Iterator[str]:
     if ("file" in entry) == ("name" in entry):
         both = "both name the rows" if "file" in entry else "neither names the rows"
         yield f"`file` and `name`: {both}. Set file (paths, globs or URLs) or name (a dataset on the Hub)."
@@ -119,8 +118,8 @@ def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
             yield f"`{key}: {value:g}`: must be above 0. Remove the source to leave it out."
 
 
-def _origin(entry: dict[str, Any]) -> Origin:
-    return Origin(**{key: convert(value, _TYPES[key]) for key, value in entry.items()})
+def _data_source(entry: Values) -> DataSource:
+    return DataSource(**{key: convert(value, _TYPES[key]) for key, value in entry.items()})
 
 
 def _listed(given: str | list[str] | None) -> list[str]:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from finetune.config.arguments import OF_SCRIPT
+from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS
 from finetune.config.values import describe, show
 
@@ -134,5 +134,5 @@ def script_help() -> str:
         "takes it out of sys.argv. Any other argument of SFTConfig is training.NAME.",
         "",
     ]
-    lines += [line for name in OF_SCRIPT for line in _described(name, name, width=42)]
+    lines += [line for name in SCRIPT_KEYS for line in _described(name, name, width=42)]
     return "\n".join(lines) + "\n"

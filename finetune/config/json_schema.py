@@ -20,13 +20,13 @@ from finetune.config.schema import (
     Range,
 )
 from finetune.config.sft_fields import CHOICES, choices, sft_fields
-from finetune.config.values import members
+from finetune.config.values import Values, members
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TITLE = "Configuration of finetune"
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object", list: "array"}
 # JSON's keywords apply to the types that they know and pass all others, so `null` needs no case.
-_RANGES: dict[Range, dict[str, Any]] = {
+_RANGES: dict[Range, Values] = {
     AT_LEAST_0: {"minimum": 0},
     AT_LEAST_1: {"minimum": 1},
     ABOVE_0: {"exclusiveMinimum": 0},
@@ -37,7 +37,7 @@ _RANGES: dict[Range, dict[str, Any]] = {
 }
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> Values:
     """The schema of a configuration file: every key of every section, and the fields of the installed SFTConfig that
     `training:` accepts. Rules between keys are not part of it: `config.load` checks them.
 
@@ -55,9 +55,9 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _section(section: str) -> dict[str, Any]:
-    # The loader takes a former name in any section: max_seq_length was an argument of the model, too.
-    keys = {name: _former(now) for name, now in arguments.former().items() if name not in arguments.REFUSED}
+def _section(section: str) -> Values:
+    # The loader takes a former name in any section: max_seq_length was also an argument of the model.
+    keys = {name: _former(now) for name, now in arguments.former_names().items() if name not in arguments.REFUSED}
     keys |= {name.partition(".")[2]: _key(name) for name in KEYS if name.startswith(f"{section}.")}
     return {
         "description": (SECTIONS[section].__doc__ or "").splitlines()[0],
@@ -67,11 +67,11 @@ def _section(section: str) -> dict[str, Any]:
     }
 
 
-def _key(name: str) -> dict[str, Any]:
+def _key(name: str) -> Values:
     """A key of ours."""
     section, _, key = name.partition(".")
     item = KEYS[name]
-    found: dict[str, Any] = {"description": item.metadata["help"], "default": DEFAULTS[name]}
+    found: Values = {"description": item.metadata["help"], "default": DEFAULTS[name]}
     if section == "training" and key in CHOICES:
         found["enum"] = list(dict.fromkeys([DEFAULTS[name], *choices(key)]))
     elif name in ("data.train", "data.eval"):
@@ -83,7 +83,7 @@ def _key(name: str) -> dict[str, Any]:
     return found | (_RANGES[item.metadata["allowed"]] if item.metadata["allowed"] else {})
 
 
-def _sft_fields() -> dict[str, dict[str, Any]]:
+def _sft_fields() -> dict[str, Values]:
     """The fields of SFTConfig that can be set, and the values of refused ones that mean the same as a key of ours."""
     found = {
         name: {"description": "A field of TRL's SFTConfig."} | _type(annotation)
@@ -99,7 +99,7 @@ def _sft_fields() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _former(now: str) -> dict[str, Any]:
+def _former(now: str) -> Values:
     return {"description": f"Former name of {now}." if now else "Has no effect.", "deprecated": True}
 
 
@@ -108,7 +108,7 @@ def _own_names() -> set[str]:
     return {name.partition(".")[2] for name in KEYS} - arguments.TAKEN
 
 
-def _type(annotation: Any) -> dict[str, Any]:
+def _type(annotation: object) -> Values:
     """An annotation in the keywords of JSON schema; none for one that accepts every value."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation is Any:
@@ -126,7 +126,7 @@ def _type(annotation: Any) -> dict[str, Any]:
     return {"type": _TYPES[annotation]}
 
 
-def _union(kinds: list[dict[str, Any]]) -> dict[str, Any]:
+def _union(kinds: list[Values]) -> Values:
     """One of several types: in one keyword if all are plain, which editors show best."""
     if not all(kinds):
         return {}

@@ -13,7 +13,7 @@ from finetune.config import arguments
 from finetune.config.rules import contradictions
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
 from finetune.config.sft_fields import CHOICES, choices, sft_fields
-from finetune.config.values import NotAllowed, convert, describe, in_words, members, show
+from finetune.config.values import NotAllowed, Values, convert, describe, in_words, members, show
 from finetune.errors import cut
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
@@ -86,7 +86,7 @@ class Setting(NamedTuple):
     where: str
     section: str
     key: str
-    value: Any
+    value: object
     raw: str | None = None
     written: str = ""  # the former name that the user gave
 
@@ -136,7 +136,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     config_file = plain.get("config")
     settings = [*(_read_yaml(config_file, problems) if config_file else ()), *overrides]
 
-    values: dict[str, Any] = {}
+    values: Values = {}
     origin: dict[str, Setting] = {}
     taken: dict[str, Setting] = {}
     notes: list[str] = []
@@ -175,7 +175,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     return config
 
 
-def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def overrides(pairs: Sequence[str]) -> tuple[Values, list[str]]:
     """The values of `section.key=value`, as a script is given them with --finetune, and notes on former names.
 
     Raises:
@@ -192,7 +192,9 @@ def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             problems.add(f"{FINETUNE} `{pair}`: {_unknown('', section, _nearest(section))}")
         elif not text:
             problems.add(f"{FINETUNE} `{pair}`: expected section.key=value, such as training.learning_rate=1e-4.")
-        elif _annotation(setting.section, setting.key) is not None and (why := arguments.not_of_script(setting.name)):
+        elif _annotation(setting.section, setting.key) is not None and (
+            why := arguments.why_not_in_script(setting.name)
+        ):
             problems.add(f"{FINETUNE} {setting.name}: {why}.")
         elif (checked := _check(setting, problems)) is not None:
             values[setting.name] = checked[0]
@@ -208,7 +210,7 @@ def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
     """A setting by a former name of SFTConfig, under the name that it has now; None if it has no effect today."""
-    now = arguments.former().get(setting.key)
+    now = arguments.former_names().get(setting.key)
     if now is None or setting.name in KEYS or setting.section not in SECTIONS or setting.key in arguments.REFUSED:
         return setting
     if not now:
@@ -224,7 +226,7 @@ def _todays_name(argument: str) -> str:
     return next((name for name in KEYS if name.endswith(f".{argument}")), f"training.{argument}")
 
 
-def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -> None:
+def _drop_outranked_length(values: Values, origin: dict[str, Setting]) -> None:
     """max_steps and num_train_epochs both set the length: one on the command line outranks the other in the file."""
     for mine, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
         mine, other = f"training.{mine}", f"training.{other}"
@@ -233,14 +235,14 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
             del values[other], origin[other]
 
 
-def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+def _take_over(setting: Setting, values: Values, origin: dict[str, Setting], problems: _Problems) -> None:
     """Set our key for a name of SFTConfig that means the same. One on the command line outranks one in the file."""
     value = _value_of(setting)
-    found = arguments.same_as(setting.key, value)
+    found = arguments.key_set_by(setting.key, value)
     if found is None:
-        kept = arguments.row(setting.key).is_kept(value) or arguments.excluded(setting.key, value) is not None
+        kept = arguments.row(setting.key).is_kept(value) or arguments.key_excluded_by(setting.key, value) is not None
         if not kept:
-            problems.add(f"{setting}: {_not_taken(setting.key)}", setting.name)
+            problems.add(f"{setting}: {_why_not_accepted(setting.key)}", setting.name)
         return
     target, ours = found
     section, _, key = target.partition(".")
@@ -260,7 +262,7 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
     values[target], origin[target] = ours, setting
 
 
-def _not_taken(key: str) -> str:
+def _why_not_accepted(key: str) -> str:
     """What is wrong with a value under a name of SFTConfig of which only some values are taken, and what to do."""
     instead, taken = arguments.REFUSED[key], arguments.values(key)
     if taken is None:
@@ -271,9 +273,9 @@ def _not_taken(key: str) -> str:
     return f"must be {allowed} here{why}."
 
 
-def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+def _compare(setting: Setting, values: Values, origin: dict[str, Setting], problems: _Problems) -> None:
     """Report a name of SFTConfig whose value excludes what our key is set to."""
-    found = arguments.excluded(setting.key, _value_of(setting))
+    found = arguments.key_excluded_by(setting.key, _value_of(setting))
     if found is None:
         return
     target, excluded = found
@@ -317,10 +319,10 @@ def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
     return path
 
 
-def _build(section: str, values: dict[str, Any]) -> Any:
+def _build(section: str, values: Values) -> Any:
     """The section with the given values; what is no field of ours goes to its `extra`."""
-    own: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    own: Values = {}
+    extra: Values = {}
     for name, value in values.items():
         if name.startswith(f"{section}."):
             (own if name in KEYS else extra)[name.partition(".")[2]] = value
@@ -367,7 +369,7 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
             options[name] = text
         elif not key:
             known = ["--config", "--json", *(["--dry-run"] if command == "train" else [])]
-            option, nearest = _most_alike(token.partition("=")[0], known), _nearest(section)
+            option, nearest = _closest(token.partition("=")[0], known), _nearest(section)
             text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
             problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {text}", nearest)
         elif has_value:
@@ -420,7 +422,7 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
         if section not in SECTIONS:
             # Its keys are not read, so no rule may report that one of them is missing.
             is_section = isinstance(content, dict)
-            nearest = _most_alike(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
+            nearest = _closest(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
             touched = [name for name in KEYS if nearest in (name, name.partition(".")[0])]
             problems.add(f"{path}:{line}: `{cut(section)}`: {_unknown('', str(section), nearest)}", *touched)
         elif isinstance(content, dict):
@@ -462,7 +464,7 @@ def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) 
     except (NotAllowed, *_NOT_YAML):
         problems.add(f"{shown}: {_wrong_type(setting, annotation)}", setting.name)
         return None
-    if why := _unusable(value):
+    if why := _why_unusable(value):
         problems.add(f"{shown}: {why}", setting.name)
         return None
     words, test = (KEYS[setting.name].metadata["allowed"] if setting.name in KEYS else None) or ("", None)
@@ -473,14 +475,14 @@ def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) 
         known = choices(setting.key)
         if value not in known:
             longer = next((name for name in known if name.startswith(f"{value}_")), None)
-            near = longer or _most_alike(str(value), known)
+            near = longer or _closest(str(value), known)
             nearest = f" Nearest is {near}." if near else ""
             problems.add(f"{shown}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None
     return (value,)
 
 
-def _parse(raw: str, annotation: Any) -> Any:
+def _parse(raw: str, annotation: object) -> Any:
     """The text of a command-line value as YAML. If a string is allowed, it stays unchanged unless it is quoted, null or
     a list, mapping or bool that is also allowed: a prompt may contain `: ` or ` #`, a commit may look like a number."""
     if str not in members(annotation):
@@ -495,7 +497,7 @@ def _parse(raw: str, annotation: Any) -> Any:
     return parsed if quoted or is_null or isinstance(parsed, bool | list | dict) else raw
 
 
-def _annotation(section: str, key: str) -> Any:
+def _annotation(section: str, key: str) -> object:
     """The annotation of a key that can be set, None for any other."""
     if key in arguments.REFUSED:
         return None
@@ -507,7 +509,7 @@ def _annotation(section: str, key: str) -> Any:
     return None
 
 
-def _wrong_type(setting: Setting, annotation: Any) -> str:
+def _wrong_type(setting: Setting, annotation: object) -> str:
     """What was expected and, if quotes are missing or not wanted in a file, what to do."""
     expected, value = in_words(annotation), setting.value
     if setting.raw is None and str in members(annotation) and type(value) in (int, float):
@@ -520,7 +522,7 @@ def _wrong_type(setting: Setting, annotation: Any) -> str:
     return f"expected {expected}."
 
 
-def _unusable(value: Any) -> str | None:
+def _why_unusable(value: object) -> str | None:
     """What no path, name or count can be, whatever its key; None for all other values."""
     texts = value if isinstance(value, list) else [value]
     if any(isinstance(text, str) and "\0" in text for text in texts):
@@ -540,7 +542,7 @@ def _is_number(text: str) -> bool:
 
 def _unknown(section: str, key: str, nearest: str | None) -> str:
     """What is wrong with a key that cannot be set, and what to write instead."""
-    today = arguments.former().get(key) or key
+    today = arguments.former_names().get(key) or key
     if today in arguments.REFUSED:
         return f"cannot be set here: {arguments.REFUSED[today]}."
     what = f"unknown key of `{section}:`." if section in SECTIONS else "unknown section."
@@ -559,21 +561,21 @@ def _unknown(section: str, key: str, nearest: str | None) -> str:
 def _nearest(key: str) -> str | None:
     """The known name that was most likely meant: that of another tool's name or the most similar key of any section."""
     names = {name.split(".")[1]: name for name in _known_names()} | arguments.FOREIGN
-    nearest = _most_alike(key, list(names))
+    nearest = _closest(key, list(names))
     return names[nearest] if nearest else None
 
 
 _CUTOFF = 0.6  # the default of difflib.get_close_matches
 
 
-def _most_alike(given: str, known: Sequence[str]) -> str | None:
+def _closest(given: str, known: Sequence[str]) -> str | None:
     if len(given) > 4 * max(map(len, known)):  # comparing them would take long, and find nothing
         return None
-    near = max(known, key=lambda name: _alike(name, given))
-    return near if _alike(near, given) >= _CUTOFF else None
+    near = max(known, key=lambda name: _similarity(name, given))
+    return near if _similarity(near, given) >= _CUTOFF else None
 
 
-def _alike(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower().replace("-", "_"), other.lower().replace("-", "_")).ratio()
 
 
@@ -590,7 +592,7 @@ def _summary(name: str) -> str:
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
-def dump_setting(key: str, value: Any) -> str:
+def dump_setting(key: str, value: object) -> str:
     """`key: value` on one line, quoted where YAML needs it."""
     flow: Any = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": float("inf")}
     shown = yaml.dump(value, Dumper=_Dumper, **flow)

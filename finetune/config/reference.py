@@ -79,7 +79,9 @@ def _taken_over() -> str:
             rows.append(f"| `{name}: {given}` | `{target}: {result}` |")
     rows.append("| `chat_template_path: FILE.jinja` | `model.chat_template: FILE.jinja` |")
     kept = (f"`{name}: {show(value)}`" for name, row in taken.items() for value in row.kept[:1])
-    former = (f"`{name}` (`{now}`)" for name, now in arguments.former().items() if now and now not in arguments.REFUSED)
+    former = (
+        f"`{name}` (`{now}`)" for name, now in arguments.former_names().items() if now and now not in arguments.REFUSED
+    )
     rows += ["", f"Former names are taken, with a note of today's: {', '.join(former)}."]
     return "\n".join(rows) + "\n\nThese describe what happens in every run and are accepted: " + ", ".join(kept) + ".\n"
 

@@ -9,16 +9,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
 
-from finetune.config.data_sources import mistakes
+from finetune.config.data_sources import entry_errors
 from finetune.config.schema import DEFAULTS, Config
 from finetune.config.sft_fields import lora_fields
 from finetune.config.values import NotAllowed, convert, in_words, show
 
 Contradiction = tuple[tuple[str, ...], str]
-Found = Iterator[Contradiction]
-Rule = Callable[[Config, frozenset[str]], Found]
+Contradictions = Iterator[Contradiction]
+Rule = Callable[[Config, frozenset[str]], Contradictions]
 
 # The embedded demo brings its own model and data: these keys would have no effect on it.
 NEEDS_A_MODEL = (
@@ -123,7 +122,7 @@ def _is_default(config: Config, name: str) -> bool:
 # Model and adapter --------------------------------------------------------------------------------------------------
 
 
-def precision(config: Config, given: frozenset[str]) -> Found:
+def precision(config: Config, given: frozenset[str]) -> Contradictions:
     """4 bits, 8 bits, FP8, 16 bits and full fine-tuning: one of them."""
     model = config.model
     for other in ("load_in_4bit", "load_in_8bit", "full_finetuning"):
@@ -154,7 +153,7 @@ def precision(config: Config, given: frozenset[str]) -> Found:
         yield ("model.loader_kwargs", other), f"load_in_16bit and {key} exclude each other. Keep one."
 
 
-def unsloth_only(config: Config, given: frozenset[str]) -> Found:
+def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     """What only Unsloth's backend has."""
     if config.model.backend != "transformers":
         return
@@ -171,7 +170,7 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def attention(config: Config, given: frozenset[str]) -> Found:
+def attention(config: Config, given: frozenset[str]) -> Contradictions:
     """An attention that can train."""
     chosen = config.model.attn_implementation or ""
     if chosen.startswith("paged|"):
@@ -184,9 +183,9 @@ def _managed(name: str) -> dict[str, str]:
     return {key: text for keys, text in MANAGED_ARGUMENTS[name].items() for key in keys.split()}
 
 
-def managed_arguments(config: Config, given: frozenset[str]) -> Found:
+def managed_arguments(config: Config, given: frozenset[str]) -> Contradictions:
     """Arguments that have a key, or that this program decides."""
-    passed: Mapping[str, Mapping[str, Any]] = {
+    passed: Mapping[str, Mapping[str, object]] = {
         "model.loader_kwargs": config.model.loader_kwargs,
         "lora.adapter_kwargs": config.lora.adapter_kwargs,
     }
@@ -203,7 +202,7 @@ DATA_DRIVEN = ("eva", "corda", "lora_ga")
 _COUNTED = ("layers_to_transform", "trainable_token_indices", "alora_invocation_tokens")
 
 
-def adapter_arguments(config: Config, given: frozenset[str]) -> Found:
+def adapter_arguments(config: Config, given: frozenset[str]) -> Contradictions:
     """Arguments of LoraConfig: their names, if Unsloth cannot take them, and their types."""
     name, known = "lora.adapter_kwargs", lora_fields()
     for key, value in config.lora.adapter_kwargs.items():
@@ -230,7 +229,7 @@ def adapter_arguments(config: Config, given: frozenset[str]) -> Found:
             )
 
 
-def _numbers(value: Any) -> Iterator[int]:
+def _numbers(value: object) -> Iterator[int]:
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | dict):
@@ -238,7 +237,7 @@ def _numbers(value: Any) -> Iterator[int]:
             yield from _numbers(one)
 
 
-def adapter(config: Config, given: frozenset[str]) -> Found:
+def adapter(config: Config, given: frozenset[str]) -> Contradictions:
     """Full fine-tuning has no adapter; an adapter that is continued keeps its shape."""
     lora_given = tuple(sorted(name for name in given if name.startswith("lora.")))
     if config.model.full_finetuning and lora_given:
@@ -255,7 +254,7 @@ def adapter(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def adapter_modules(config: Config, given: frozenset[str]) -> Found:
+def adapter_modules(config: Config, given: frozenset[str]) -> Contradictions:
     """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
     lora = config.lora
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or []
@@ -274,7 +273,7 @@ def adapter_modules(config: Config, given: frozenset[str]) -> Found:
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def training_data(config: Config, given: frozenset[str]) -> Found:
+def training_data(config: Config, given: frozenset[str]) -> Contradictions:
     """A model needs training data from one source, and the demo brings its own."""
     data, sources = config.data, ("data.train_file", "data.dataset_name", "data.train")
     named = tuple(name for name in sources if not _is_default(config, name))
@@ -305,10 +304,10 @@ def training_data(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def mixtures(config: Config, given: frozenset[str]) -> Found:
+def mixtures(config: Config, given: frozenset[str]) -> Contradictions:
     """The entries of data.train and data.eval, and the keys that belong into them."""
     for name, entries in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        for text in mistakes(entries) if entries is not None else ():
+        for text in entry_errors(entries) if entries is not None else ():
             yield (name,), text
     if config.data.train is not None:
         for key, instead in (("data.weights", "weight"), ("data.dataset_config", "config"), ("data.split", "split")):
@@ -319,7 +318,7 @@ def mixtures(config: Config, given: frozenset[str]) -> Found:
                 )
 
 
-def weights(config: Config, given: frozenset[str]) -> Found:
+def weights(config: Config, given: frozenset[str]) -> Contradictions:
     """One weight per training file."""
     given_weights, files = config.data.weights, config.data.train_file
     if given_weights is None or config.data.train is not None:
@@ -332,7 +331,7 @@ def weights(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def held_out_rows(config: Config, given: frozenset[str]) -> Found:
+def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:
     """Evaluation rows come from one source, and eval_steps needs one."""
     sources = ("data.eval_file", "data.eval", "data.eval_fraction")
     named = tuple(name for name in sources if not _is_default(config, name))
@@ -345,7 +344,7 @@ def held_out_rows(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def loss_mask(config: Config, given: frozenset[str]) -> Found:
+def loss_mask(config: Config, given: frozenset[str]) -> Contradictions:
     """Which tokens are trained on."""
     data = config.data
     if data.last_turn_only and not data.assistant_only_loss:
@@ -376,7 +375,7 @@ def loss_mask(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def trained_messages(config: Config, given: frozenset[str]) -> Found:
+def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
     """What selects messages needs rows of messages and a loss on some of them; template variables need a template."""
     data = config.data
     if unknown := [role for role in data.train_on_roles or () if role not in ROLES]:
@@ -403,7 +402,7 @@ def trained_messages(config: Config, given: frozenset[str]) -> Found:
         yield (*chosen, *of_text), "rows of text have no messages. Remove what selects them, or use rows of messages."
 
 
-def packing(config: Config, given: frozenset[str]) -> Found:
+def packing(config: Config, given: frozenset[str]) -> Contradictions:
     """A pack holds at least the longest document, and a limit on documents has a number."""
     data = config.data
     if data.document_length is None and data.over_length not in (None, "truncate"):
@@ -437,14 +436,14 @@ def packing(config: Config, given: frozenset[str]) -> Found:
 # Training -----------------------------------------------------------------------------------------------------------
 
 
-def run_length(config: Config, given: frozenset[str]) -> Found:
+def run_length(config: Config, given: frozenset[str]) -> Contradictions:
     """Steps or epochs."""
     lengths = ("training.max_steps", "training.num_train_epochs")
     if config.training.max_steps > 0 and given.issuperset(lengths):
         yield lengths, "both set the length of the run. Keep one (max_steps: -1 is off)."
 
 
-def best_model(config: Config, given: frozenset[str]) -> Found:
+def best_model(config: Config, given: frozenset[str]) -> Contradictions:
     """The best model and early stopping need evaluations during training, and their details need one of them."""
     training = config.training
     names = ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
@@ -468,7 +467,7 @@ def best_model(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def trackers(config: Config, given: frozenset[str]) -> Found:
+def trackers(config: Config, given: frozenset[str]) -> Contradictions:
     """Services that a run reports to are named one by one: data leaves the machine only when asked to."""
     names = config.logging.trackers
     if "none" in names:
@@ -477,14 +476,14 @@ def trackers(config: Config, given: frozenset[str]) -> Found:
         )
         yield ("logging.report_to",), text
     elif "all" in names:
-        yield ("logging.report_to",), "a run reports only to services that are named, beside TensorBoard. Name them."
+        yield ("logging.report_to",), "must name each service: 'all' is not supported."
     elif unknown := [name for name in names if name not in TRACKERS]:
         near = difflib.get_close_matches(unknown[0], TRACKERS, n=1)
         nearest = f" Nearest is {near[0]}." if near else ""
         yield ("logging.report_to",), f"unknown: {unknown[0]}.{nearest} Use tensorboard, {', '.join(TRACKERS)}."
 
 
-def user_code(config: Config, given: frozenset[str]) -> Found:
+def user_code(config: Config, given: frozenset[str]) -> Contradictions:
     """Python code that a configuration names runs only with permission, and a metric has answers to score."""
     logging = config.logging
     named = {"logging.metric": [logging.metric] if logging.metric else [], "logging.callbacks": logging.callbacks or []}
@@ -520,7 +519,7 @@ def user_code(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def output_folder(config: Config, given: frozenset[str]) -> Found:
+def output_folder(config: Config, given: frozenset[str]) -> Contradictions:
     """Resume or overwrite."""
     if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
         yield (
@@ -534,7 +533,7 @@ def output_folder(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def learning_rate_scaling(config: Config, given: frozenset[str]) -> Found:
+def learning_rate_scaling(config: Config, given: frozenset[str]) -> Contradictions:
     """A rule for the learning rate and the batch size it starts from need each other."""
     training = config.training
     if (training.learning_rate_rule == "none") != (training.base_global_batch_size is None):
@@ -545,7 +544,7 @@ def learning_rate_scaling(config: Config, given: frozenset[str]) -> Found:
         )
 
 
-def batch_size(config: Config, given: frozenset[str]) -> Found:
+def batch_size(config: Config, given: frozenset[str]) -> Contradictions:
     """The global batch must be a multiple of what one rank processes per optimizer step."""
     training = config.training
     per_rank = (training.per_device_train_batch_size or 1) * (training.gradient_accumulation_steps or 1)
@@ -567,7 +566,7 @@ IN_BACKWARD += ("apollo_adamw_layerwise",)
 OPTIM_ARGS = re.compile(r"\s*\w+\s*=[^,=]+(,\s*\w+\s*=[^,=]+)*")
 
 
-def why_no_optimizer(name: str, target_modules: Any) -> str | None:
+def why_optimizer_unusable(name: str, target_modules: object) -> str | None:
     """Why an optimizer of transformers cannot be used, and what to do; None if it can.
 
     Args:
@@ -587,10 +586,10 @@ def _without_layers(name: str) -> str:
     return name.removesuffix("_layerwise") if name.endswith("_layerwise") else ""
 
 
-def optimizer(config: Config, given: frozenset[str]) -> Found:
+def optimizer(config: Config, given: frozenset[str]) -> Contradictions:
     """An optimizer that steps once per global batch, with the arguments it needs."""
     training = config.training
-    if (why := why_no_optimizer(training.optim, training.extra.get("optim_target_modules"))) is not None:
+    if (why := why_optimizer_unusable(training.optim, training.extra.get("optim_target_modules"))) is not None:
         yield ("training.optim",), why
     arguments = training.extra.get("optim_args")
     if isinstance(arguments, str) and not OPTIM_ARGS.fullmatch(arguments):
@@ -615,7 +614,7 @@ RANGES = {
 CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
 
 
-def checkpointing(config: Config, given: frozenset[str]) -> Found:
+def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
     """Arguments of the recomputation of activations."""
     key = "training.gradient_checkpointing_kwargs"
     arguments = config.training.extra.get("gradient_checkpointing_kwargs") or {}
@@ -626,7 +625,7 @@ def checkpointing(config: Config, given: frozenset[str]) -> Found:
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
 
 
-def ranges(config: Config, given: frozenset[str]) -> Found:
+def ranges(config: Config, given: frozenset[str]) -> Contradictions:
     """Numbers of SFTConfig that are out of range."""
     for key, (lowest, above) in RANGES.items():
         value = config.training.extra.get(key)
@@ -638,7 +637,7 @@ def ranges(config: Config, given: frozenset[str]) -> Found:
 FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
 
 
-def schedule(config: Config, given: frozenset[str]) -> Found:
+def schedule(config: Config, given: frozenset[str]) -> Contradictions:
     """A schedule that follows evaluations needs them."""
     training = config.training
     if training.lr_scheduler_type in FOLLOWS_LOSS and training.eval_steps == 0:
@@ -653,7 +652,7 @@ def schedule(config: Config, given: frozenset[str]) -> Found:
 STOCHASTIC_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit")
 
 
-def master_weights(config: Config, given: frozenset[str]) -> Found:
+def master_weights(config: Config, given: frozenset[str]) -> Contradictions:
     """Stochastic rounding needs bfloat16 weights and an optimizer that has it."""
     training = config.training
     if training.master_weights in ("stochastic", "none") and config.model.dtype == "float16":
@@ -677,7 +676,7 @@ def master_weights(config: Config, given: frozenset[str]) -> Found:
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd")
 
 
-def sharding(config: Config, given: frozenset[str]) -> Found:
+def sharding(config: Config, given: frozenset[str]) -> Contradictions:
     """What a sharded model cannot be or have."""
     model, lora, training = config.model, config.lora, config.training
     if training.strategy != "shard":
@@ -711,8 +710,8 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
     if lora.modules_to_save:
         yield (
             ("training.strategy", "lora.modules_to_save"),
-            "modules_to_save keeps a second copy of a module beside the sharded one, which is not supported. Remove it,"
-            " or set model.full_finetuning.",
+            "modules_to_save keeps a second copy of a module next to the sharded one, which is not supported. Remove "
+            "it, or set model.full_finetuning.",
         )
     for name, harmless in (("use_dora", (False,)), ("init_lora_weights", (True, False, "gaussian"))):
         if lora.adapter_kwargs.get(name, harmless[0]) not in harmless:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.values import Values
 from finetune.errors import UserError
 from finetune.text import counted
 
@@ -83,7 +84,7 @@ class ModelConfig:
     loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(
         None, "Unsloth class that loads the model. null uses FastLanguageModel."
     )
-    loader_kwargs: dict[str, Any] = _setting(
+    loader_kwargs: Values = _setting(
         {}, "Further arguments for from_pretrained of the Unsloth class, such as {unsloth_tiled_mlp: true}."
     )
 
@@ -112,7 +113,7 @@ class LoraConfig:
         "none", "Biases to train: none, all, or only those of the adapted modules."
     )
     random_state: int | None = _setting(None, "Seed for the adapter's initial weights. null uses training.seed.", SEED)
-    adapter_kwargs: dict[str, Any] = _setting(
+    adapter_kwargs: Values = _setting(
         {}, "Further arguments for get_peft_model or PEFT's LoraConfig, such as {finetune_mlp_modules: false}."
     )
     continue_adapter: bool = _setting(False, "Continue training the adapter that model.model_name_or_path points to.")
@@ -166,9 +167,7 @@ class DataConfig:
     train_on_thinking: bool = _setting(
         True, "Compute the loss on the reasoning of assistant turns (reasoning_content, <think>...</think>)."
     )
-    chat_template_kwargs: dict[str, Any] = _setting(
-        {}, "Variables for the chat template, such as {enable_thinking: false}."
-    )
+    chat_template_kwargs: Values = _setting({}, "Variables for the chat template, such as {enable_thinking: false}.")
     instruction_part: str | None = _setting(
         None,
         "Rows of text: marker that starts a user turn, which is masked from the loss.",
@@ -287,7 +286,7 @@ class TrainingConfig:
     )
     overwrite_output_dir: bool = _setting(False, "Discard the run in output_dir and start over.")
     # Not a key: the SFTConfig fields that were given under `training:` and are none of the above.
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
 
     @property
     def best_metric(self) -> str | None:
@@ -303,7 +302,7 @@ class TrainingConfig:
         return self.best_metric == "eval_token_accuracy"
 
     @property
-    def early_stopping(self) -> dict[str, Any] | None:
+    def early_stopping(self) -> Values | None:
         """The rule that ends a run early, as run.json has it; None if there is none."""
         if self.early_stopping_patience is None:
             return None
@@ -350,7 +349,7 @@ class LoggingConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """The names in report_to beside TensorBoard, each once."""
+        """The names in report_to other than TensorBoard, each once."""
         names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
         return [name for name in dict.fromkeys(names) if name != "tensorboard"]
 
@@ -383,7 +382,7 @@ class Config:
         named = (self.data.train_file, self.data.dataset_name, self.data.train)
         return self.script is not None and all(source is None for source in named)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script`, `given` and
         `notes`, which belong to one invocation, not to the configuration."""
         return {name: asdict(getattr(self, name)) for name in SECTIONS} | {"config_file": self.config_file}
@@ -416,4 +415,4 @@ KEYS: dict[str, Field[Any]] = {
     for item in fields(kind)
     if "help" in item.metadata
 }
-DEFAULTS: dict[str, Any] = {name: item.default if item.default is not MISSING else {} for name, item in KEYS.items()}
+DEFAULTS: Values = {name: item.default if item.default is not MISSING else {} for name, item in KEYS.items()}

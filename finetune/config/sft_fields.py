@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
+from finetune.config.values import Values
 from finetune.errors import UserError
 
 # Package, file and class, from the base to SFTConfig: a later class overrides an earlier one.
@@ -20,13 +21,13 @@ _CLASSES = (
 _NAMES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
 _NAMES |= {"Literal": Literal, "Optional": Optional, "Union": Union, "tuple": list}  # YAML has no tuples
 # Fields that take less than their annotation says: what a wrong value does to them comes late and without their name.
-_NARROWED: dict[str, Any] = {
+_NARROWED: Values = {
     "debug": Literal["underflow_overflow"] | None,
     "include_num_input_tokens_seen": Literal["all", "non_padding", "no"] | bool,
     "log_level_replica": Literal["debug", "info", "warning", "error", "critical", "passive"],
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
     "gradient_checkpointing_kwargs": dict[str, bool] | None,
-    "lr_scheduler_kwargs": dict[str, Any] | None,
+    "lr_scheduler_kwargs": Values | None,
 }
 
 # Keys of ours and the enum behind each: SFTConfig refuses any value that is not in it.
@@ -37,12 +38,12 @@ CHOICES = {
 
 
 @cache
-def sft_fields() -> dict[str, Any]:
+def sft_fields() -> Values:
     """Name -> annotation of every SFTConfig field, `typing.Any` if the annotation is not a simple one.
 
     Raises UserError if trl or transformers is not installed, or lacks these classes.
     """
-    found: dict[str, Any] = {}
+    found: Values = {}
     for package, file, name in _CLASSES:
         for statement in _class_body(package, file, name):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -51,7 +52,7 @@ def sft_fields() -> dict[str, Any]:
 
 
 @cache
-def lora_fields() -> dict[str, Any]:
+def lora_fields() -> Values:
     """The same of PEFT's LoraConfig."""
     body = _class_body("peft", "tuners/lora/config.py", "LoraConfig")
     fields = [one for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
@@ -80,7 +81,7 @@ def _class_body(package: str, file: str, name: str) -> list[ast.stmt]:
     raise UserError(f"the installed {package} has no class {name} in {path}. Install the version in constraints.txt.")
 
 
-def _annotation(node: ast.expr) -> Any:
+def _annotation(node: ast.expr) -> object:
     try:
         # Nothing is trusted here that is not trusted anyway: the same file is imported when training starts.
         return eval(ast.unparse(node), {"__builtins__": {}}, _NAMES)

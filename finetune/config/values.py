@@ -2,22 +2,25 @@
 
 import math
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from finetune.errors import cut
 from finetune.redact import redact
+
+Values: TypeAlias = dict[str, Any]
+"""Keys and values as YAML gives them."""
 
 
 class NotAllowed(Exception):
     """The value does not fit the annotation."""
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: object) -> tuple[object, ...]:
     """The members of a union, or the annotation alone; None is `type(None)`."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def convert(value: Any, annotation: Any) -> Any:
+def convert(value: object, annotation: object) -> Any:
     """`value` in the type of `annotation`. Exact matches stay unchanged; an integer, or a number in quotes, becomes a
     float if only a float fits. Raises NotAllowed."""
     if any(_matches(value, member) for member in members(annotation)):
@@ -34,7 +37,7 @@ def convert(value: Any, annotation: Any) -> Any:
     raise NotAllowed
 
 
-def _matches(value: Any, annotation: Any) -> bool:
+def _matches(value: object, annotation: object) -> bool:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return True
@@ -55,7 +58,7 @@ def _matches(value: Any, annotation: Any) -> bool:
     return type(value) is annotation  # not isinstance: True is not an int here
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: object) -> str:
     """An annotation in YAML's terms for tables, such as `int | null` or `auto | unsloth | transformers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -66,18 +69,24 @@ def describe(annotation: Any) -> str:
         return f"list of {describe(inner[0])}"
     if origin is dict:
         return f"mapping of {describe(inner[0])} to {describe(inner[1])}"
-    plain = {type(None): "null", dict: "mapping", bool: "true | false", Any: "anything"}
-    return plain.get(annotation) or annotation.__name__
+    plain: dict[object, str] = {type(None): "null", dict: "mapping", bool: "true | false", Any: "anything"}
+    return plain.get(annotation) or getattr(annotation, "__name__", str(annotation))
 
 
-_WORDS = {
+_WORDS: dict[object, str] = {
     **{int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping", list: "a list"},
     **{type(None): "null", Any: "any value"},
 }
-_PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings", bool: "true or false"}
+_PLURALS: dict[object, str] = {
+    int: "integers",
+    float: "numbers",
+    str: "strings",
+    dict: "mappings",
+    bool: "true or false",
+}
 
 
-def in_words(annotation: Any) -> str:
+def in_words(annotation: object) -> str:
     """An annotation in a sentence, such as `an integer or null` or `one of auto, unsloth, transformers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -89,10 +98,10 @@ def in_words(annotation: Any) -> str:
         return f"a list of {_PLURALS.get(inner[0]) or describe(inner[0])}"
     if origin is dict:
         return f"a mapping of {_PLURALS.get(inner[0]) or describe(inner[0])} to {_PLURALS.get(inner[1], 'values')}"
-    return _WORDS.get(annotation) or annotation.__name__
+    return _WORDS.get(annotation) or getattr(annotation, "__name__", str(annotation))
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as YAML writes it, on one line, shortened if it is long; secrets are masked before."""
     plain = {None: "null", True: "true", False: "false"}
     text = plain[value] if value is None or isinstance(value, bool) else redact(str(value))

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import Any
 
-from finetune.config.arguments import CONFIG, TRAINER, former
+from finetune.config.arguments import CONFIG, TRAINER, former_names
 from finetune.convert.analysis.classify import not_trainers, trainings
 from finetune.convert.analysis.environment import MODEL_FLAGS
 from finetune.convert.analysis.names import effects, root
@@ -125,7 +125,7 @@ _RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"}
 
 def _lacks_nothing(statement: Statement, entry: dict[str, Any]) -> None:
     """A rewritten statement has the notebook's names, constants and arguments, but for arguments that may change."""
-    renamed = former(CONFIG) | former(TRAINER)
+    renamed = former_names(CONFIG) | former_names(TRAINER)
     free = {*CHANGED_ARGUMENTS, *_LOADER, *(name for name, now in renamed.items() if not now), None}
     free |= set(re.findall(r"`(\w+)` is left out", entry["reason"]))
     free -= set() if "quantization_config" in entry["becomes"] else {"load_in_4bit", "load_in_8bit"}
@@ -138,7 +138,7 @@ def _lacks_nothing(statement: Statement, entry: dict[str, Any]) -> None:
 
 def _parts(source: str, free: Set[str | None]) -> Counter[str]:
     """Names, attributes, arguments by today's names, constants and operators, without these arguments."""
-    renamed = former(CONFIG) | former(TRAINER)
+    renamed = former_names(CONFIG) | former_names(TRAINER)
     tree = ast.parse(source)
     left_out = {
         inner

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config import Config
-from finetune.config.data_sources import Origin, evaluation_origins, training_origins
+from finetune.config.data_sources import DataSource, evaluation_sources, training_sources
 from finetune.data import sources
 from finetune.errors import UserError
 from finetune.redact import redact
@@ -53,12 +53,12 @@ def configured_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> di
     if config.rows_from_script:
         splits = _script_sources(config, tokenizer, hooks)
     else:
-        splits = {"train": _sources(config, training_origins(config.data))}
-    held_out = _sources(config, evaluation_origins(config.data))
+        splits = {"train": _sources(config, training_sources(config.data))}
+    held_out = _sources(config, evaluation_sources(config.data))
     return splits | ({"eval": held_out} if held_out else {})
 
 
-def _sources(config: Config, origins: list[Origin]) -> list[Source]:
+def _sources(config: Config, origins: list[DataSource]) -> list[Source]:
     """The sources of a split. Every entry has its own row of the ledger, also if two of them read the same file."""
     found, names = [], Counter[str]()
     for origin in origins:
@@ -89,7 +89,7 @@ def _sources(config: Config, origins: list[Origin]) -> list[Source]:
     return found
 
 
-def _name(origin: Origin) -> str:
+def _name(origin: DataSource) -> str:
     if origin.name is not None:
         return ":".join(filter(None, (origin.name, origin.config, origin.split)))
     first, *others = origin.files
@@ -114,7 +114,7 @@ def _script_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> dict[
         ]
 
     # Held-out rows of the configuration take the place of those that the function may return.
-    chosen = evaluation_origins(config.data) or config.data.eval_fraction
+    chosen = evaluation_sources(config.data) or config.data.eval_fraction
     return {"train": source(0)} | ({} if chosen else {"eval": source(1)})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.doctor import copies, known_pairs, tested_sets
-from finetune.doctor.inspect import Found, cut_batch, wants_cpu
+from finetune.doctor.inspect import Findings, divide_batch, wants_cpu
 from finetune.engine import session
 from finetune.engine.checkpoint import checkpoints
 from finetune.errors import UserError
@@ -24,14 +24,14 @@ NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb"
 Verdict = tuple[str, str] | None
 
 
-def judge(config: Config, found: Found) -> list[dict[str, str]]:
+def judge(config: Config, found: Findings) -> list[dict[str, str]]:
     """Run every check. The state "stop" means that a run would end there."""
     verdicts = {name: check(config, found) for name, check in CHECKS.items()}
     known = ((name, *one) for name, one in verdicts.items() if one is not None)
     return [{"name": name, "state": state, "reason": " ".join(reason.split())} for name, state, reason in known]
 
 
-def _ranks(config: Config, found: Found) -> Verdict:
+def _ranks(config: Config, found: Findings) -> Verdict:
     launcher, gpus = found["launcher"], len(found["devices"])
     if "error" in launcher:
         return "stop", launcher["error"]
@@ -43,11 +43,11 @@ def _ranks(config: Config, found: Found) -> Verdict:
     return "ok", f"{ranks} launched here, {gpus} possible"
 
 
-def _allowed_versions(config: Config, found: Found) -> Verdict:
+def _allowed_versions(config: Config, found: Findings) -> Verdict:
     """Whether the installed versions are in the allowed ranges. Extras that are not installed are ignored."""
     from packaging.requirements import Requirement
 
-    texts = _requirements()
+    texts = requirements()
     if texts is None:
         return "unknown", "finetune is not installed as a package: the versions that it needs are not known"
     missing, outside = [], []
@@ -71,7 +71,7 @@ def _allowed_versions(config: Config, found: Found) -> Verdict:
     return "ok", "all in the allowed ranges"
 
 
-def _requirements() -> list[str] | None:
+def requirements() -> list[str] | None:
     """What pyproject.toml requires, from the installed package or from the source folder that is run."""
     try:
         return requires("finetune") or []
@@ -84,7 +84,7 @@ def _requirements() -> list[str] | None:
     return [*project["dependencies"], *extra]
 
 
-def _tested_versions(config: Config, found: Found) -> Verdict:
+def _tested_versions(config: Config, found: Findings) -> Verdict:
     """Whether the installed libraries are one of the sets that were tested on this kind of device."""
     device = _kind(found)
     near = {
@@ -98,7 +98,7 @@ def _tested_versions(config: Config, found: Found) -> Verdict:
     return "ok", f"those of {name} ({about})"
 
 
-def _known_pairs(config: Config, found: Found) -> Verdict:
+def _known_pairs(config: Config, found: Findings) -> Verdict:
     """Versions that are known not to work together."""
     pairs = known_pairs.present(_installed, _kind(found))
     harmful = [str(pair) for pair in pairs if not pair.handled]
@@ -114,11 +114,11 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _kind(found: Found) -> str:
+def _kind(found: Findings) -> str:
     return "cuda" if found["devices"] else "cpu"
 
 
-def _stack(config: Config, found: Found) -> Verdict:
+def _stack(config: Config, found: Findings) -> Verdict:
     stack = found["stack"]
     if "error" in stack:
         return "stop", stack["error"]
@@ -129,7 +129,7 @@ def _stack(config: Config, found: Found) -> Verdict:
     )
 
 
-def _attention(config: Config, found: Found) -> Verdict:
+def _attention(config: Config, found: Findings) -> Verdict:
     """The kernels that a run on packs chooses from."""
     stack = found["stack"]
     if "error" in stack or stack["device"] == "cpu":
@@ -139,8 +139,8 @@ def _attention(config: Config, found: Found) -> Verdict:
     return "ok", f"torch's FlashAttention-2; FlashAttention-4: {stack['flash_4']}"
 
 
-def _layers(config: Config, found: Found) -> Verdict:
-    """The kernels of the layers, beside attention."""
+def _layers(config: Config, found: Findings) -> Verdict:
+    """The kernels of the layers other than attention."""
     stack = found["stack"]
     if "error" in stack or stack["device"] == "cpu":
         return None
@@ -151,7 +151,7 @@ def _layers(config: Config, found: Found) -> Verdict:
     return "ok", f"transformers' own; Liger: {stack['liger']}"
 
 
-def _devices(config: Config, found: Found) -> Verdict:
+def _devices(config: Config, found: Findings) -> Verdict:
     devices, unknown = found["devices"], found["unknown"]
     broken = [f"computing on GPU {device['index']}" for device in devices if not device["computes"]]
     if broken:
@@ -166,7 +166,7 @@ def _devices(config: Config, found: Found) -> Verdict:
     return "ok", f"no GPU: {why}; a run would use the CPU"
 
 
-def _gpu_memory(config: Config, found: Found) -> Verdict:
+def _gpu_memory(config: Config, found: Findings) -> Verdict:
     known = [device for device in found["devices"] if device["free_gib"] is not None]
     busy = [device for device in known if device["free_gib"] < BUSY_SHARE * device["memory_gib"]]
     said = [f"GPU {one['index']} has {one['free_gib']:.1f} of {one['memory_gib']:.1f} GiB free" for one in busy]
@@ -177,7 +177,7 @@ def _gpu_memory(config: Config, found: Found) -> Verdict:
     return ("ok", "free") if known else None
 
 
-def _like_gpus(config: Config, found: Found) -> Verdict:
+def _like_gpus(config: Config, found: Findings) -> Verdict:
     if len(found["devices"]) < 2:
         return None
     if found["differences"]:
@@ -185,7 +185,7 @@ def _like_gpus(config: Config, found: Found) -> Verdict:
     return "ok", "all alike"
 
 
-def _copies(config: Config, found: Found) -> Verdict:
+def _copies(config: Config, found: Findings) -> Verdict:
     """Whether what one GPU sends to another arrives."""
     made = found["copies"]
     if not made:
@@ -206,7 +206,7 @@ def _copies(config: Config, found: Found) -> Verdict:
     return "ok", f"{counted(len(made), 'copy', 'copies')} of {copies.BYTES >> 20} MiB, every byte arrived"
 
 
-def _profile(config: Config, found: Found) -> Verdict:
+def _profile(config: Config, found: Findings) -> Verdict:
     """Whether `accelerate launch` works with its default profile. A command that names one ignores it."""
     profile, gpus = found["accelerate_profile"], len(found["devices"])
     if profile is None:
@@ -222,7 +222,7 @@ def _profile(config: Config, found: Found) -> Verdict:
     return "ok", f"{counted(total, 'process', 'processes')} on {counted(machines, 'machine')}"
 
 
-def _output(config: Config, found: Found) -> Verdict:
+def _output(config: Config, found: Findings) -> Verdict:
     training, path = config.training, Path(config.training.output_dir)
     try:
         if config.given:  # without a configuration, an earlier run in the default folder does not matter
@@ -235,21 +235,21 @@ def _output(config: Config, found: Found) -> Verdict:
     return "ok", "can be written, with room for a run's records"
 
 
-def _data_cache(config: Config, found: Found) -> Verdict:
+def _data_cache(config: Config, found: Findings) -> Verdict:
     cache = next(one for one in found["folders"] if one["name"] == "data cache")
     if not cache["writable"]:
         return "stop", f"{cache['path']} cannot be written; set data.cache_dir, or the variable FINETUNE_CACHE"
     return "ok", f"{cache['disk_free_gib']:.1f} GiB free"
 
 
-def _shared_memory(config: Config, found: Found) -> Verdict:
+def _shared_memory(config: Config, found: Findings) -> Verdict:
     shared = found["machine"]["shared_memory_gib"]
     if len(found["devices"]) < 2 or shared is None or shared >= SHARED_MEMORY_GIB:
         return None
     return "warning", f"/dev/shm has {shared:.2f} GiB, too little for NCCL; start the container with --shm-size=1g"
 
 
-def _triton_cache(config: Config, found: Found) -> Verdict:
+def _triton_cache(config: Config, found: Findings) -> Verdict:
     kind = next(one["file_system"] for one in found["folders"] if one["name"] == "Triton cache")
     if not found["devices"] or kind is None or not kind.startswith(NETWORK_FILE_SYSTEMS):
         return None
@@ -259,7 +259,7 @@ def _triton_cache(config: Config, found: Found) -> Verdict:
     )
 
 
-def _files(config: Config, found: Found) -> Verdict:
+def _files(config: Config, found: Findings) -> Verdict:
     if config.demo:
         return None
     try:
@@ -269,13 +269,13 @@ def _files(config: Config, found: Found) -> Verdict:
     return "ok", "all that must be on this machine is present"
 
 
-def _batch(config: Config, found: Found) -> Verdict:
+def _batch(config: Config, found: Findings) -> Verdict:
     """Whether the global batch can be divided among the launched ranks, or among some number of the GPUs here."""
     if config.demo:
         return None
     launched, most = found["launcher"].get("world_size", 1), max(len(found["devices"]), 1)
     possible = [launched] if launched > 1 else list(range(1, most + 1))
-    refused = {world: cut["refused"] for world in possible if "refused" in (cut := cut_batch(config, world))}
+    refused = {world: cut["refused"] for world in possible if "refused" in (cut := divide_batch(config, world))}
     if len(refused) == len(possible):
         return "stop", refused[possible[-1]]
     if possible[-1] in refused:
@@ -284,7 +284,7 @@ def _batch(config: Config, found: Found) -> Verdict:
     return "ok", f"exact on {counted(possible[-1], 'rank')}"
 
 
-def _4bit(config: Config, found: Found) -> Verdict:
+def _4bit(config: Config, found: Findings) -> Verdict:
     if not config.model.load_in_4bit:
         return None
     installed = found["versions"]["bitsandbytes"]
@@ -293,7 +293,7 @@ def _4bit(config: Config, found: Found) -> Verdict:
     return "ok", f"bitsandbytes {installed}"
 
 
-CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
+CHECKS: dict[str, Callable[[Config, Findings], Verdict]] = {
     "one device per rank": _ranks,
     "versions": _allowed_versions,
     "tested versions": _tested_versions,

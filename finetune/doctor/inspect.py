@@ -15,7 +15,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from finetune import __version__
 from finetune.config import Config, resolve_batch
@@ -24,6 +23,7 @@ from finetune.errors import UserError, describe
 from finetune.redact import MASK, is_secret_name
 from finetune.runtime import files, subprocesses
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 WORLD_SIZES = (1, 2, 4, 8)
 ANSWER_SECONDS = 300  # a driver may hang
@@ -33,14 +33,14 @@ SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME",
 SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
 PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu", "mixed_precision")
 
-Found = dict[str, Any]  # what `examine` returns
-NO_DEVICES: Found = {  # if the subprocess that examines them dies
+Findings = JsonObject  # what `examine` returns
+NO_DEVICES: Findings = {  # if the subprocess that examines them dies
     **{"devices": [], "topology": [], "topology_line": None, "differences": [], "copies": []},
     **{"driver_gpus": None, "versions": {}, "unknown": {}},
 }
 
 
-def examine(config: Config, launcher: dict[str, Any]) -> Found:
+def examine(config: Config, launcher: JsonObject) -> Findings:
     """Everything the report contains, ready for JSON. What is unknown is None, with the reason under `unknown`."""
     from finetune.runtime import bootstrap
 
@@ -61,16 +61,16 @@ def examine(config: Config, launcher: dict[str, Any]) -> Found:
         "machine": _machine(),
         "stack": stack,
         "launcher": launcher,
-        "accelerate_profile": _default_profile(),
+        "accelerate_profile": default_profile(),
         "folders": _folders(config),
         "environment": environment(),
         "configuration": config.config_file,
-        "batch": [] if config.demo else [cut_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
+        "batch": [] if config.demo else [divide_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
         "unknown": unknown,
     }
 
 
-def _ask(*questions: tuple[str, ...]) -> list[dict[str, Any]]:
+def _ask(*questions: tuple[str, ...]) -> list[JsonObject]:
     """The answers of subprocesses, one per question, or `error`: why there is no answer.
 
     They run concurrently: importing torch and Unsloth takes most of the time of a report.
@@ -96,7 +96,7 @@ def _start(question: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[str]) -> JsonObject:
     try:
         out, errors = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -115,14 +115,14 @@ _MARK = "finetune-doctor-answer "
 def answer(question: str, *arguments: str) -> None:
     """Run in a subprocess by `_ask`: print the answer on a separate line, after whatever the libraries have printed."""
     try:
-        found = {"devices": look_at_devices, "stack": start_stack}[question](*arguments)
+        found = {"devices": inspect_devices, "stack": start_stack}[question](*arguments)
     except Exception as error:  # whatever a broken installation raises belongs in the report
         found = {"error": describe(error)}
     sys.stdout.write(f"\n{_MARK}{json.dumps(found, default=str)}\n")
     sys.stdout.flush()
 
 
-def start_stack(backend: str) -> dict[str, Any]:
+def start_stack(backend: str) -> JsonObject:
     """Start as a run does, probes and patches included: which backend, and why."""
     import patches
     from finetune.engine.kernels import liger
@@ -141,7 +141,7 @@ def start_stack(backend: str) -> dict[str, Any]:
     }
 
 
-def look_at_devices() -> dict[str, Any]:
+def inspect_devices() -> JsonObject:
     """GPUs and the links between them, whether each computes, and whether copies between them arrive."""
     import torch
 
@@ -161,7 +161,7 @@ def look_at_devices() -> dict[str, Any]:
     for gpu in machine.gpus or ():  # afterwards: it takes memory on each
         known = gpu.to_dict() | {"computes": False}
         try:
-            known["computes"] = _computes(gpu.index)
+            known["computes"] = computes_on(gpu.index)
             if gpu.free_gib is None:
                 known["free_gib"] = torch.cuda.mem_get_info(gpu.index)[0] / 2**30
         except Exception as error:  # whatever a card, its driver or its kernels raise is the answer
@@ -180,14 +180,14 @@ def look_at_devices() -> dict[str, Any]:
     }
 
 
-def _computes(index: int) -> bool:
+def computes_on(index: int) -> bool:
     """Run a kernel: a card that this torch has no code for, or that is broken, fails here and not in a run."""
     import torch
 
     return float(torch.ones(8, device=f"cuda:{index}").sum()) == 8.0
 
 
-def launcher() -> dict[str, Any]:
+def launcher() -> JsonObject:
     try:
         return asdict(distributed.ranks())
     except UserError as error:
@@ -201,7 +201,7 @@ def wants_cpu() -> bool:
         return False
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> JsonObject:
     import psutil
 
     memory = psutil.virtual_memory()
@@ -215,7 +215,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _default_profile() -> dict[str, Any] | None:
+def default_profile() -> JsonObject | None:
     """What `accelerate launch` does without --config_file, if the user has run `accelerate config`."""
     import yaml
     from huggingface_hub import constants
@@ -234,7 +234,7 @@ def _default_profile() -> dict[str, Any] | None:
     return {"path": str(file)} | {key: content[key] for key in PROFILE_KEYS if key in content}
 
 
-def _folders(config: Config) -> list[dict[str, Any]]:
+def _folders(config: Config) -> list[JsonObject]:
     from huggingface_hub import constants
 
     from finetune.runtime import bootstrap
@@ -251,7 +251,7 @@ def _folders(config: Config) -> list[dict[str, Any]]:
     return [{"name": name, **folder(Path(path))} for name, path in named.items()]
 
 
-def folder(path: Path) -> dict[str, Any]:
+def folder(path: Path) -> JsonObject:
     """A folder's size and its disk: if it does not exist yet, that of its nearest existing parent."""
     path = path.expanduser().absolute()
     there = files.nearest_existing(path)
@@ -300,7 +300,7 @@ def _file_system(path: Path) -> str | None:
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
 
 
-def cut_batch(config: Config, world: int) -> dict[str, Any]:
+def divide_batch(config: Config, world: int) -> JsonObject:
     """How the global batch is divided at a world size, or `refused`: why it cannot be."""
     try:
         return {"world_size": world} | asdict(resolve_batch(config.training, world, config.data))

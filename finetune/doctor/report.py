@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.doctor import tested_sets
-from finetune.doctor.inspect import Found
+from finetune.doctor.inspect import Findings
 from finetune.redact import MASK, is_secret_name, redact_tree
 from finetune.runtime.command import new_console
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 Rows = list[tuple[str, str]]
@@ -39,14 +40,14 @@ def without_secrets(found: Any) -> Any:
     return walk(redact_tree(walk(found)))
 
 
-def show(found: Found) -> None:
+def show(found: Findings) -> None:
     """The verdict first; in color on a terminal, plain lines elsewhere."""
     from rich.table import Table
     from rich.text import Text
 
     console = new_console(highlight=False, markup=False)
     if not console.is_terminal:
-        sys.stdout.write(plain(found))
+        sys.stdout.write(plain_text(found))
         return
     colors = {"stop": "red", "warning": "yellow", "unknown": "yellow"}
     for state, line in headline(found):
@@ -61,7 +62,7 @@ def show(found: Found) -> None:
         console.print(table)
 
 
-def plain(found: Found) -> str:
+def plain_text(found: Findings) -> str:
     """The report as lines of text, for a bug report."""
     lines = [line for _, line in headline(found)]
     for title, rows in sections(found):
@@ -70,7 +71,7 @@ def plain(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headline(found: Found) -> list[tuple[str, str]]:
+def headline(found: Findings) -> list[tuple[str, str]]:
     """(state, line): whether a run could start, what would stop it, and the warnings."""
     of_state = {state: [one for one in found["checks"] if one["state"] == state] for state in ("stop", "warning")}
     state, verdict = ("stop", "would not") if of_state["stop"] else ("ok", "could")
@@ -80,7 +81,7 @@ def headline(found: Found) -> list[tuple[str, str]]:
     return lines
 
 
-def sections(found: Found) -> Iterable[tuple[str, Rows]]:
+def sections(found: Findings) -> Iterable[tuple[str, Rows]]:
     """Title and (label, value) rows of each part."""
     unknown, stack, machine, launcher = (found[name] for name in ("unknown", "stack", "machine", "launcher"))
     yield "Checks", [(one["name"], f"{one['state']}: {one['reason']}") for one in found["checks"]]
@@ -101,7 +102,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
         rows = [(patch["name"], _verdict(patch)) for patch in stack["patches"]]
         yield "Patches", rows or [("none", "Unsloth's are not checked on this backend")]
     if found["batch"]:
-        yield "Batch", [(counted(one["world_size"], "rank"), _cut(one)) for one in found["batch"]]
+        yield "Batch", [(counted(one["world_size"], "rank"), _batch_line(one)) for one in found["batch"]]
     yield "Folders", [(one["name"], _folder_line(one)) for one in found["folders"]]
     parts = {"ranks": launcher, "accelerate's default": found["accelerate_profile"] or {"profile": "none"}}
     yield "Launcher", [(name, ", ".join(f"{key} {value}" for key, value in of.items())) for name, of in parts.items()]
@@ -112,7 +113,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
         yield "Unknown", rest
 
 
-def _tested_rows(found: Found) -> Rows:
+def _tested_rows(found: Findings) -> Rows:
     """Each set, and where the installed versions differ from it."""
     return [
         (name, f"{tested_sets.about(one)}; {', '.join(differences) or 'the same'}")
@@ -121,7 +122,7 @@ def _tested_rows(found: Found) -> Rows:
     ]
 
 
-def _device_rows(found: Found) -> Rows:
+def _device_rows(found: Findings) -> Rows:
     rows = []
     for device in found["devices"]:
         free = "free memory unknown" if device["free_gib"] is None else f"{device['free_gib']:.1f} free"
@@ -130,7 +131,7 @@ def _device_rows(found: Found) -> Rows:
     return rows or [("none", found["unknown"].get("devices", "torch sees none"))]
 
 
-def _topology_rows(found: Found) -> Rows:
+def _topology_rows(found: Findings) -> Rows:
     """One row if all pairs are alike, as on a machine with switches; else one row per pair."""
     peers = {True: "peer access", False: "no peer access", None: "peer access unknown"}
     rows = [
@@ -142,12 +143,12 @@ def _topology_rows(found: Found) -> Rows:
     return [("machine", found["topology_line"]), *rows]
 
 
-def _verdict(patch: dict[str, Any]) -> str:
+def _verdict(patch: JsonObject) -> str:
     state = "applied" if patch["applied"] else "not applied" if patch["needed"] is not False else "not needed"
     return f"{state}: {patch['reason']}"
 
 
-def _cut(batch: dict[str, Any]) -> str:
+def _batch_line(batch: JsonObject) -> str:
     if "refused" in batch:
         return f"refused: {batch['refused']}"
     return (
@@ -155,7 +156,7 @@ def _cut(batch: dict[str, Any]) -> str:
     )
 
 
-def _folder_line(one: dict[str, Any]) -> str:
+def _folder_line(one: JsonObject) -> str:
     size = f"{one['size_gib']:.2f} GiB" if one["size_gib"] is not None else f"size unknown: {one['size_unknown']}"
     disk = f"{one['disk_free_gib']:.1f} GiB free on {one['file_system'] or 'an unknown file system'}"
     return f"{one['path']} ({size}; {disk}{'' if one['writable'] else '; cannot be written'})"

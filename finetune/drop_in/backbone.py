@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, rules
 from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
@@ -20,11 +20,21 @@ from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import NO_HOOKS
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model, Tokenizer
+
+if TYPE_CHECKING:
+    import trl
+    from peft import PeftConfig
 
 
 def load(
-    model: Any, args: Any, stack: Stack, quantization_config: Any, peft_config: Any, overrides: Overrides
-) -> tuple[Any, Any]:
+    model: Model | str,
+    args: trl.SFTConfig,
+    stack: Stack,
+    quantization_config: object,
+    peft_config: PeftConfig | None,
+    overrides: Overrides,
+) -> tuple[Model, PeftConfig | None]:
     """The model, and the adapter that it still needs. One that is given by name or folder is loaded onto this rank's
     device, with TRL's defaults, or sharded.
 
@@ -38,15 +48,24 @@ def load(
         return model, peft_config
     from trl.trainer.utils import create_model_from_path
 
-    settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    settings = {"trust_remote_code": args.trust_remote_code, **model_arguments(args)}
     if quantization_config is not None and "quantization_config" in settings:
         raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
     if quantization_config is not None:
         settings["quantization_config"] = quantization_config
-    return create_model_from_path(model, **{**settings, "device_map": stack.device_map}), peft_config
+    loaded: Any = create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+    return loaded, peft_config
 
 
-def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, peft_config: Any) -> Any:
+def model_arguments(args: trl.SFTConfig) -> JsonObject:
+    """A copy of `model_init_kwargs`."""
+    given = args.model_init_kwargs
+    return dict(given) if isinstance(given, dict) else {}
+
+
+def load_sharded(
+    model: Model | str, args: trl.SFTConfig, stack: Stack, quantization_config: object, peft_config: PeftConfig | None
+) -> Model:
     """A model that is given by name or folder, with its adapter, sharded over all ranks as in a run from a
     configuration: no rank ever holds it whole.
 
@@ -63,7 +82,7 @@ def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, 
             "training.strategy=shard: `chat_template_path` is a tokenizer, whose added tokens would resize a model "
             "that is sharded already. Give a .jinja file, or a model that has these tokens."
         )
-    init = dict(args.model_init_kwargs or {})
+    init = model_arguments(args)
     dtype = str(init.pop("dtype", init.pop("torch_dtype", None))).removeprefix("torch.")
     computed = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtype if dtype == "bfloat16" else "float32"
     four_bit = bool(getattr(quantization_config, "load_in_4bit", False))
@@ -87,14 +106,14 @@ def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, 
         optim=str(getattr(args.optim, "value", args.optim)),
         gradient_checkpointing=bool(args.gradient_checkpointing),
     )
-    config = Config(model=known, lora=adapter_as_configured(peft_config, model), training=training)
+    config = Config(model=known, lora=engine_lora_config(peft_config, model), training=training)
     if found := list(rules.sharding(config, frozenset())):
         raise Refused(" ".join(text for _, text in found))
     plain = dataclasses.replace(stack, backend="transformers", reason="the model is sharded")
     return job.load_model(config, plain, args.max_length or 0, None, NO_HOOKS)
 
 
-def adapter_as_configured(peft_config: Any, model: str) -> LoraConfig:
+def engine_lora_config(peft_config: PeftConfig | None, model: str) -> LoraConfig:
     """The settings with which the engine makes the adapter that PEFT would make of `peft_config`.
 
     Raises:
@@ -124,7 +143,9 @@ def adapter_as_configured(peft_config: Any, model: str) -> LoraConfig:
     )
 
 
-def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any, Any, Any]:
+def tokenizer(
+    given: object, model: Model, args: trl.SFTConfig, peft_config: PeftConfig | None
+) -> tuple[Tokenizer, Model, PeftConfig | None]:
     """The tokenizer with its special tokens and chat template, and the model and adapter as these change them.
 
     Args:
@@ -136,11 +157,11 @@ def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any,
     from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
     if given is None:
-        init = args.model_init_kwargs or {}
+        init = model_arguments(args)
         given = AutoTokenizer.from_pretrained(
             model.config._name_or_path, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    found = given
+    found: Any = given
     if isinstance(given, ProcessorMixin):
         found = given.tokenizer  # type: ignore[attr-defined]
         if found.chat_template is None:  # rows of text are rendered by it, as in TRL
@@ -161,7 +182,9 @@ def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any,
     return with_padding(found), model, peft_config
 
 
-def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) -> tuple[Any, Any, Any]:
+def _with_template(
+    model: Any, tokenizer: Any, source: str, peft_config: PeftConfig | None
+) -> tuple[Model, Tokenizer, PeftConfig | None]:
     """Take over a chat template: of a Jinja file, or with its special tokens of another tokenizer. Added tokens get
     embeddings, which an adapter trains."""
     from trl import clone_chat_template
@@ -171,9 +194,9 @@ def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) ->
         return model, tokenizer, peft_config
     model, tokenizer, added = clone_chat_template(model, tokenizer, source)
     if added and peft_config is not None:
-        trained = dict(peft_config.trainable_token_indices or {})
+        trained = dict(getattr(peft_config, "trainable_token_indices", None) or {})
         trained["embed_tokens"] = [*trained.get("embed_tokens", []), *added]
-        saved = list(peft_config.modules_to_save or [])
+        saved = list(getattr(peft_config, "modules_to_save", None) or [])
         saved += [] if "lm_head" in saved else ["lm_head"]
         peft_config = dataclasses.replace(peft_config, trainable_token_indices=trained, modules_to_save=saved)
     return model, tokenizer, peft_config
@@ -184,20 +207,20 @@ def _is_template(source: str) -> bool:
     return Path(source).is_file() and source.endswith((".jinja", ".j2"))
 
 
-def stack_of(model: Any, stack: Stack) -> Stack:
-    """The backend of this model: one that Unsloth has not loaded is a transformers model, even beside Unsloth."""
-    if stack.backend != "unsloth" or of_unsloth(model):
+def model_stack(model: object, stack: Stack) -> Stack:
+    """The backend of this model: transformers for one that Unsloth has not loaded, even if Unsloth is imported."""
+    if stack.backend != "unsloth" or loaded_by_unsloth(model):
         return stack
     reason = "Unsloth is imported, but the model was not loaded with FastLanguageModel or FastModel"
     return dataclasses.replace(stack, backend="transformers", reason=reason)
 
 
-def of_unsloth(model: Any) -> bool:
+def loaded_by_unsloth(model: object) -> bool:
     """Whether Unsloth has loaded the model."""
     return hasattr(model, "for_training") or hasattr(model, "save_pretrained_merged")
 
 
-def loaded_length(model: Any) -> int | None:
+def loaded_length(model: object) -> int | None:
     """The `max_seq_length` that Unsloth loaded a model with; None for a model that it has not loaded."""
-    length = getattr(model, "max_seq_length", None) if of_unsloth(model) else None
+    length = getattr(model, "max_seq_length", None) if loaded_by_unsloth(model) else None
     return length if isinstance(length, int) and length > 0 else None

@@ -7,16 +7,21 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 import trl
 
-from finetune.config.arguments import TRAINER, row, todays
+from finetune.config.arguments import TRAINER, row, with_current_names
 from finetune.drop_in import backbone
 from finetune.drop_in.overrides import Overrides
 from finetune.runtime.command import print_line
+from finetune.runtime.types import JsonObject, Model, Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
 
 
 class SFTConfig(trl.SFTConfig):
@@ -25,7 +30,7 @@ class SFTConfig(trl.SFTConfig):
     def __init__(self, *positional: Any, **given: Any) -> None:
         if given.get("packing") and given.pop("group_by_length", False):
             print_line("SFTConfig: `group_by_length` is left out: packs have one length.")
-        todays_names = todays(given, note=lambda text: print_line(f"SFTConfig: {text}."))
+        todays_names = with_current_names(given, note=lambda text: print_line(f"SFTConfig: {text}."))
         super().__init__(*positional, **todays_names)
         by_position = [one.name for one in dataclasses.fields(trl.SFTConfig)][: len(positional)]
         # Unlike 8 rows, the default, a size that is given is kept.
@@ -39,7 +44,9 @@ class TrainingArguments(transformers.TrainingArguments):
     to an SFTConfig with their values, as TRL's does."""
 
     def __init__(self, *positional: Any, **given: Any) -> None:
-        super().__init__(*positional, **todays(given, note=lambda text: print_line(f"TrainingArguments: {text}.")))
+        super().__init__(
+            *positional, **with_current_names(given, note=lambda text: print_line(f"TrainingArguments: {text}."))
+        )
 
 
 # Their signatures, by which a script may choose an argument's name.
@@ -47,7 +54,9 @@ functools.update_wrapper(SFTConfig.__init__, trl.SFTConfig.__init__)
 functools.update_wrapper(TrainingArguments.__init__, transformers.TrainingArguments.__init__)
 
 
-def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
+def complete_arguments(
+    args: transformers.TrainingArguments | None, model: Model | str, former: JsonObject, overrides: Overrides
+) -> trl.SFTConfig:
     """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
 
     Args:
@@ -61,14 +70,14 @@ def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Override
     if args is None:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
         folder = f"{name.rstrip('/').split('/')[-1]}-SFT"
-        args = SFTConfig(_UNSLOTH_FOLDER if backbone.of_unsloth(model) else folder)
+        args = SFTConfig(_UNSLOTH_FOLDER if backbone.loaded_by_unsloth(model) else folder)
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     overrides.set_arguments(args)
     args = copy.copy(args)
     if type(args) is SFTConfig:
         args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours
-    # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
+    # Unsloth's SFTConfig has a field for the length of rows, in addition to TRL's.
     length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
     if length is None and getattr(args, "length_given", False):
         length = args.max_length
@@ -89,7 +98,7 @@ _UNSLOTH_FOLDER = "unsloth_training_checkpoints"  # the default output_dir of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class RowReader:
     """Which text of a row is read, as the versions did that the script was written for.
 
     formatting_func: the user's; None reads the columns
@@ -100,7 +109,7 @@ class Reading:
                      two today unless `completion_only_loss` is set
     """
 
-    formatting_func: Callable[[Any], Any] | None
+    formatting_func: Callable[..., object] | None
     text_field: str
     text_only: bool
     text_first: bool
@@ -119,7 +128,7 @@ class Reading:
         """Why `column` is the only one."""
         return "as given to the trainer" if self.text_only else "which Unsloth's trainer takes first"
 
-    def takes_batches(self, rows: Any) -> bool:
+    def takes_batches(self, rows: Dataset) -> bool:
         """Whether formatting_func gets columns of several rows and returns their texts, as in TRL before 0.20."""
         if self.formatting_func is None:
             return False
@@ -135,7 +144,9 @@ class Reading:
         return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
 
 
-def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Reading:
+def row_reader(
+    args: trl.SFTConfig, model: Model | str, formatting_func: Callable[..., object] | None, given_field: object
+) -> RowReader:
     """How the rows of a trainer are read.
 
     Args:
@@ -143,16 +154,16 @@ def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Re
         given_field: the trainer's own `dataset_text_field`, if it was given.
     """
     packs = args.packing and formatting_func is not None  # which took the function, not the field
-    return Reading(
+    return RowReader(
         formatting_func=formatting_func,
         text_field=args.dataset_text_field,
         text_only=bool(given_field) and not packs,
-        text_first=backbone.of_unsloth(model) and not args.assistant_only_loss,
+        text_first=backbone.loaded_by_unsloth(model) and not args.assistant_only_loss,
         hides_pairs=args.completion_only_loss is None,
     )
 
 
-def adapter(model: Any, peft_config: Any) -> Any:
+def adapter_to_add(model: Model, peft_config: PeftConfig | None) -> PeftConfig | None:
     """The adapter that a trainer adds to a model: None for one that has this very adapter, by get_peft_model. TRL
     refuses the two together since 0.20, and ignored `peft_config` before."""
     held = getattr(model, "peft_config", None) or {}
@@ -162,7 +173,7 @@ def adapter(model: Any, peft_config: Any) -> Any:
     return None
 
 
-def _same_adapter(one: Any, two: Any) -> bool:
+def _same_adapter(one: PeftConfig, two: PeftConfig) -> bool:
     """Whether two configurations make the same adapter. A model's own has its targets as a set, and its base's name."""
     first, second = one.to_dict(), two.to_dict()
     for each in (first, second):
@@ -174,7 +185,7 @@ def _same_adapter(one: Any, two: Any) -> bool:
     return first == second
 
 
-def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
+def _set_row_length(args: trl.SFTConfig, given: int | None, loaded: int | None) -> None:
     """Set `max_length` as Unsloth's trainer does: to the length the model was loaded with, unless the script gives a
     shorter one. TRL's default counts as none given.
 
@@ -189,7 +200,7 @@ def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
     asked = args.max_length
     default = next(one.default for one in dataclasses.fields(trl.SFTConfig) if one.name == "max_length")
     own = bool(asked) and (given is not None or asked != default)
-    args.max_length = min(asked, loaded) if own else loaded
+    args.max_length = min(asked or loaded, loaded) if own else loaded
     if args.max_length == asked:
         return
     why = f"not {asked:,}" if own else "as with Unsloth's own trainer; another max_length makes them shorter"
@@ -216,7 +227,7 @@ class DataCollatorForCompletionOnlyLM:
         response_template: str | list[int],
         instruction_template: str | list[int] | None = None,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         mlm: bool = False,
         ignore_index: int = -100,
     ) -> None:
@@ -227,7 +238,7 @@ class DataCollatorForCompletionOnlyLM:
         self.instruction = None if instruction_template is None else tokens(instruction_template)
         self.pad_token_id, self.ignore_index = tokenizer.pad_token_id, ignore_index
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[JsonObject]) -> dict[str, torch.Tensor]:
         ids = [list(row["input_ids"]) for row in rows]
         longest = max(map(len, ids))
         padded = [one + [self.pad_token_id] * (longest - len(one)) for one in ids]
@@ -256,8 +267,11 @@ class DataCollatorForCompletionOnlyLM:
 
 
 def setup_chat_format(
-    model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
-) -> tuple[Any, Any]:
+    model: transformers.PreTrainedModel,
+    tokenizer: Tokenizer,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+) -> tuple[transformers.PreTrainedModel, Tokenizer]:
     """The ChatML template with its two tokens, and embeddings for them, as TRL's former function of this name.
 
     Args:

@@ -1,4 +1,4 @@
-"""The arguments of a script in place of the keys of a configuration, in the messages that both doors share."""
+"""The arguments of a script instead of the keys of a configuration, in the messages that both doors share."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _CALLED = {
 
 
 @contextlib.contextmanager
-def of_a_script() -> Iterator[None]:
+def script_names() -> Iterator[None]:
     """Context in which the message of a UserError names a script's arguments."""
     try:
         yield
     except UserError as error:
-        error.args = (in_script(str(error)), *error.args[1:])
+        error.args = (with_script_names(str(error)), *error.args[1:])
         raise
 
 
-def in_script(text: str) -> str:
+def with_script_names(text: str) -> str:
     """A message with the names of a script's arguments: `training.seed` is `seed`."""
     text = _FURTHER.sub(r"\1=\2, train(resume_from_checkpoint=True, resume_with_changes=True)", text)
     for key, called in _CALLED.items():

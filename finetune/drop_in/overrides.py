@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 import enum
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.config.arguments import OF_SCRIPT
+from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.help import script_help
 from finetune.config.load import FINETUNE, overrides
 from finetune.drop_in.refusals import Refused
 from finetune.runtime import scripts
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
+
+if TYPE_CHECKING:
+    import trl
+    from peft import PeftConfig
 
 _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}  # bf16, fp16
 
@@ -27,21 +31,21 @@ _DTYPES = {"bfloat16": (True, False), "float16": (False, True), "float32": (Fals
 class Overrides:
     """Values by our keys."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
 
-    def get(self, key: str, otherwise: Any) -> Any:
+    def get(self, key: str, otherwise: object) -> Any:
         """The value of a key, or what the script has."""
         return self.values.get(key, otherwise)
 
-    def of(self, section: str) -> dict[str, Any]:
+    def section(self, section: str) -> JsonObject:
         """The values of a section that are no arguments of SFTConfig, by their names there."""
-        own = {key: value for key, value in self.values.items() if OF_SCRIPT.get(key, key) == ""}
+        own = {key: value for key, value in self.values.items() if SCRIPT_KEYS.get(key, key) == ""}
         return {key.partition(".")[2]: value for key, value in own.items() if key.startswith(f"{section}.")}
 
-    def set_arguments(self, args: Any) -> None:
+    def set_arguments(self, args: trl.SFTConfig) -> None:
         """Change the user's SFTConfig, in place: a script may read its output_dir again."""
         for key, value in self.values.items():
-            name = OF_SCRIPT.get(key) if key in OF_SCRIPT else key.partition(".")[2]
+            name = SCRIPT_KEYS.get(key) if key in SCRIPT_KEYS else key.partition(".")[2]
             if name:
                 self._set(args, name, value)
         if (dtype := self.values.get("model.dtype", "auto")) != "auto":
@@ -64,13 +68,13 @@ class Overrides:
         now = getattr(args, name)
         setattr(args, name, type(now)(value) if isinstance(now, enum.Enum) else value)
 
-    def adapter(self, peft_config: Any) -> Any:
+    def adapter(self, peft_config: PeftConfig | None) -> PeftConfig | None:
         """The adapter with the values of `lora.`.
 
         Raises:
             Refused: the trainer is given none, or one that is no LoRA.
         """
-        changed = self.of("lora")
+        changed = self.section("lora")
         if not changed:
             return peft_config
         if not hasattr(peft_config, "lora_alpha"):
@@ -84,7 +88,7 @@ class Overrides:
         return peft_config
 
 
-def take() -> Overrides:
+def take_from_argv() -> Overrides:
     """The overrides on this script's command line, taken out of `sys.argv`, over those of a command that runs it.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.schema import DataConfig, TrainingConfig
@@ -13,7 +13,11 @@ from finetune.data.mixture import Source
 from finetune.data.prepare import Data, prepare_splits
 from finetune.data.store import Rows
 from finetune.drop_in import refusals, rows, settings
-from finetune.drop_in.former import Reading
+from finetune.drop_in.former import RowReader
+from finetune.runtime.types import Tokenizer
+
+if TYPE_CHECKING:
+    import trl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +30,16 @@ class Preparation:
     collator:        computes the labels of each tokenized row; None takes those of TRL's rules
     """
 
-    args: Any
+    args: trl.SFTConfig
     tokenizer: Any
-    reading: Reading
-    collator: Any
+    reading: RowReader
+    collator: rows.Collator | None
 
     @property
-    def settings(self) -> DataConfig:
-        return settings.data(self.args)
+    def data_config(self) -> DataConfig:
+        return settings.data_config(self.args)
 
-    def __call__(self, datasets: Mapping[str, Any]) -> Data:
+    def __call__(self, datasets: Mapping[str, object]) -> Data:
         """The tokenized rows of each split.
 
         Raises:
@@ -46,26 +50,26 @@ class Preparation:
 
     def tokenized(self, sources: Mapping[str, Source]) -> Data:
         """The documents of each split's source, with the labels of the user's collator if there is one."""
-        data = self._prepared(sources)
-        if self.args.packing and self.args.packing_strategy == "wrapped":
-            return self._again(data, lambda found, *about: rows.wrapped(found, self.args.max_length, *about))
-        if self.collator is not None:
-            return self._again(data, lambda found, *about: rows.labeled(found.dataset, self.collator, *about))
+        data, length, collator = self._prepared(sources), self.args.max_length, self.collator
+        if self.args.packing and self.args.packing_strategy == "wrapped" and length is not None:
+            return self._regroup(data, lambda found, *about: rows.wrapped_source(found, length, *about))
+        if collator is not None:
+            return self._regroup(data, lambda found, *about: rows.labeled_source(found.dataset, collator, *about))
         return data
 
-    def _again(self, data: Data, source: Callable[[Rows, str, Any], Source]) -> Data:
+    def _regroup(self, data: Data, source: Callable[[Rows, str, object], Source]) -> Data:
         """The documents that are made of prepared ones: `source` takes those of a split, its name and its identity."""
         found = {
-            split: source(one, refusals.argument(split), [data.fingerprint, split])
+            split: source(one, refusals.argument_name(split), [data.fingerprint, split])
             for split, one in data.splits.items()
         }
         return replace(self._prepared(found), format=data.format)
 
     def _prepared(self, sources: Mapping[str, Source]) -> Data:
-        config = Config(data=self.settings, training=TrainingConfig(seed=self.args.seed))
-        return prepare_splits(config, self._with_marks(), {split: [one] for split, one in sources.items()})
+        config = Config(data=self.data_config, training=TrainingConfig(seed=self.args.seed))
+        return prepare_splits(config, self._training_tokenizer(), {split: [one] for split, one in sources.items()})
 
-    def _with_marks(self) -> Any:
+    def _training_tokenizer(self) -> Tokenizer:
         """The tokenizer with the chat template that renders the rows. For `assistant_only_loss`, TRL replaces a
         template that it knows by a training template, which marks the assistant's turns. The turns of any other
         template are inferred."""

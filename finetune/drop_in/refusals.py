@@ -5,11 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import arguments
-from finetune.config.rules import why_no_optimizer
+from finetune.config.rules import why_optimizer_unusable
+from finetune.data.store import Rows
+from finetune.drop_in import settings
 from finetune.errors import UserError, listed
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import transformers
+    import trl
+    from _typeshed import DataclassInstance
+    from datasets import Dataset
+    from peft import PeftConfig
+
+    Snapshot = tuple[DataclassInstance, JsonObject]  # an object and the values of its fields
 
 _EXACT = (
     "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's code keeps"
@@ -30,7 +42,7 @@ class Refused(UserError, ValueError):
     """The constructor's arguments cannot be kept. A ValueError, as TRL raises for wrong arguments."""
 
 
-def check(trainer: type, base: type, args: Any, given: Mapping[str, Any]) -> None:
+def check(trainer: type, base: type, args: trl.SFTConfig, given: JsonObject) -> None:
     """Check a trainer's class and arguments.
 
     Args:
@@ -63,7 +75,7 @@ def _methods(trainer: type, base: type) -> Iterator[str]:
             yield f"{trainer.__name__} overrides `{name}`: {why}. Remove the method, or train with trl.SFTTrainer."
 
 
-def _arguments(args: Any, of: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+def _arguments(args: object, of: str, defaults: Mapping[str, object]) -> Iterator[str]:
     """The arguments of a class whose values a script cannot keep.
 
     Args:
@@ -78,7 +90,7 @@ def _arguments(args: Any, of: str, defaults: Mapping[str, Any]) -> Iterator[str]
             yield f"`{name}{given}`: {'. '.join(text for text in (row.reason, row.script) if text)}."
 
 
-def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
+def _combinations(args: trl.SFTConfig, given: JsonObject) -> Iterator[str]:
     """As in TRL, whose words these are in part."""
     if args.packing and args.max_length is None:
         yield "`packing=True` needs `max_length`, the tokens of a pack. Set it."
@@ -90,7 +102,7 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             "`padding_free`, which changes nothing in this trainer's results."
         )
     optim = str(getattr(args.optim, "value", args.optim))
-    if (why := why_no_optimizer(optim, args.optim_target_modules)) is not None:
+    if (why := why_optimizer_unusable(optim, args.optim_target_modules)) is not None:
         yield f"`optim={optim!r}`: {why}"
     if given.get("formatting_func") is not None and args.completion_only_loss:
         yield (
@@ -101,7 +113,7 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield "a custom `data_collator` cannot be used with `packing` or `padding_free`. Remove one of them."
 
 
-def argument(split: str) -> str:
+def argument_name(split: str) -> str:
     """The constructor's argument that a split of the data was given as."""
     if split == "train":
         return "train_dataset"
@@ -109,19 +121,18 @@ def argument(split: str) -> str:
     return f"eval_dataset[{name!r}]" if name else "eval_dataset"
 
 
-def datasets(given: Mapping[str, Any], args: Any) -> None:
+def check_datasets(given: Mapping[str, object], args: trl.SFTConfig) -> dict[str, Dataset]:
     """Check the datasets of all splits, before anything is loaded.
 
     Raises:
         Refused: the first that cannot be used.
         TypeError: it is not a dataset.
     """
-    prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-    for split, rows in given.items():
-        dataset(rows, argument(split), skips_preparation=prepared, assistant_only=args.assistant_only_loss)
+    options = {"skips_preparation": settings.skips_preparation(args), "assistant_only": args.assistant_only_loss}
+    return {split: check_dataset(rows, argument_name(split), **options) for split, rows in given.items()}
 
 
-def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bool) -> None:
+def check_dataset(rows: object, name: str, *, skips_preparation: bool, assistant_only: bool) -> Dataset:
     """Check one dataset.
 
     Raises:
@@ -162,9 +173,10 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
             f"`{name}` has the column {min(masks)!r} and `skip_prepare_dataset` leaves it unused, so the loss would be "
             "on every token. Add a 'labels' column (-100 for tokens without loss), or remove `skip_prepare_dataset`."
         )
+    return rows
 
 
-def row_length(rows: Any, split: str, loaded: int | None) -> None:
+def check_row_length(rows: Rows, split: str, loaded: int | None) -> None:
     """Check rows that were tokenized elsewhere, and so are not cut, against the length that Unsloth loaded a model
     with: its layers would cut the ids, and not the labels.
 
@@ -174,17 +186,17 @@ def row_length(rows: Any, split: str, loaded: int | None) -> None:
     longest = int(rows.lengths.max(initial=0))
     if loaded is not None and longest > loaded:
         raise Refused(
-            f"`{argument(split)}` has rows of up to {longest:,} tokens, and the model was loaded with "
+            f"`{argument_name(split)}` has rows of up to {longest:,} tokens, and the model was loaded with "
             f"max_seq_length={loaded}. Load it with max_seq_length={longest}, or shorten the rows."
         )
 
 
-def _has_turns(row: Mapping[str, Any]) -> bool:
+def _has_turns(row: Mapping[str, object]) -> bool:
     values = (row.get(name) for name in ("messages", "prompt", "conversations"))
     return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
 
 
-def model(model: Any, peft_config: Any) -> None:
+def check_model(model: Model, peft_config: PeftConfig | None) -> None:
     """Check the model and its adapter.
 
     Raises:
@@ -205,20 +217,20 @@ def model(model: Any, peft_config: Any) -> None:
             )
 
 
-def values(*given: Any) -> list[tuple[Any, dict[str, Any]]]:
+def snapshot(*given: object) -> list[Snapshot]:
     """Each object of training arguments, with the values of its fields now."""
-    return [(one, _fields_of(one)) for one in given if dataclasses.is_dataclass(one)]
+    return [(one, _fields_of(one)) for one in given if dataclasses.is_dataclass(one) and not isinstance(one, type)]
 
 
-def _fields_of(args: Any) -> dict[str, Any]:
+def _fields_of(args: DataclassInstance) -> JsonObject:
     return {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
 
 
-def unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> None:
+def check_unchanged(trainer: transformers.Trainer, created_with: list[Snapshot]) -> None:
     """Refuse arguments and methods that were changed after the trainer was created.
 
     Args:
-        created_with: what `values` returned then.
+        created_with: what `snapshot` returned then.
 
     Raises:
         Refused: the plan and the batch were made with the former values.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,19 +14,24 @@ from finetune.data.layout import Layout
 from finetune.data.mixture import Item, Source
 from finetune.data.store import Rows
 from finetune.drop_in import refusals
-from finetune.drop_in.former import Reading
+from finetune.drop_in.former import RowReader
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
 
-Labels = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
+if TYPE_CHECKING:
+    import trl
+    from datasets import Dataset
+
+Row = Mapping[str, Any]
+Collator = Callable[[Sequence[Row]], Row]  # a data collator
 _BATCH_ROWS = 1000  # of TRL's preparation
 _DIGEST_ROWS = 1000
 _PROBED_ROWS = 16
 
 
-def sources(datasets: Mapping[str, Any], args: Any, reading: Reading) -> dict[str, Source]:
+def sources(datasets: Mapping[str, object], args: trl.SFTConfig, reading: RowReader) -> dict[str, Source]:
     """The rows of every split, before anything is loaded. Every rank calls it.
 
     Args:
@@ -37,21 +42,21 @@ def sources(datasets: Mapping[str, Any], args: Any, reading: Reading) -> dict[st
         Refused: rows that this trainer cannot use.
         UserError: on every rank: the ranks were given different rows.
     """
-    refusals.datasets(datasets, args)
-    found = {split: source(given, refusals.argument(split), reading) for split, given in datasets.items()}
+    checked = refusals.check_datasets(datasets, args)
+    found = {split: source(given, refusals.argument_name(split), reading) for split, given in checked.items()}
     own = {one.name: one.identity for one in found.values()}
     for rank, theirs in enumerate(everyone := distributed.gather_objects(own)):
         for name in own:
             if theirs.get(name) != everyone[0].get(name):
                 raise UserError(
-                    f"rank {rank} brings other rows than rank 0: `{name}` differs. Each process runs the whole script, "
-                    "so a split, shuffle or sample without a seed differs between them. Give it one, such as "
+                    f"rank {rank} has different rows from rank 0: `{name}` differs. Each process runs the whole "
+                    "script, so a split, shuffle or sample without a seed differs between them. Give it one, such as "
                     "train_test_split(seed=42), or prepare the data in a file first."
                 )
     return found
 
 
-def source(rows: Any, name: str, reading: Reading) -> Source:
+def source(rows: Any, name: str, reading: RowReader) -> Source:
     """The rows of a dataset. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
     custom = rows.format["type"] == "custom"
     plain = rows if custom else rows.with_format(None)
@@ -65,7 +70,7 @@ def source(rows: Any, name: str, reading: Reading) -> Source:
 
     def read() -> Iterator[Item]:
         if formats is not None and batched:
-            yield from texts(formats, plain, name)
+            yield from batch_texts(formats, plain, name)
             return
         for number, row in enumerate(rows if custom else dataset_rows(plain, rows.features), 1):
             where = f"{name}:row {number}"
@@ -73,7 +78,7 @@ def source(rows: Any, name: str, reading: Reading) -> Source:
                 yield {"text": row[column]}, where
             else:
                 own = {key: value for key, value in row.items() if key not in hidden}
-                yield (own if formats is None else {**own, "text": formatted(formats, row, where)}), where
+                yield (own if formats is None else {**own, "text": row_text(formats, row, where)}), where
 
     transform = rows.format["format_kwargs"].get("transform") if custom else None
     identity = [content_digest(rows), code_digest(formats, transform)]
@@ -83,7 +88,7 @@ def source(rows: Any, name: str, reading: Reading) -> Source:
     return Source(name=name, open=read, identity=identity, text_field=text_field, as_trl=True)
 
 
-def texts(formatting_func: Callable[[Any], list[str]], rows: Any, name: str) -> Iterator[Item]:
+def batch_texts(formatting_func: Callable[..., object], rows: Any, name: str) -> Iterator[Item]:
     """The texts of a formatting_func that takes batches: of 1,000 rows, as by TRL, and as many as it returns.
 
     Raises:
@@ -110,7 +115,7 @@ def texts(formatting_func: Callable[[Any], list[str]], rows: Any, name: str) -> 
         first += size
 
 
-def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:
+def row_text(formatting_func: Callable[..., object], row: Mapping[str, object], where: str) -> str:
     """The text of one row.
 
     Raises:
@@ -145,7 +150,7 @@ def content_digest(rows: Any) -> str:
     return digest.hexdigest()
 
 
-def code_digest(*functions: Any) -> str | None:
+def code_digest(*functions: object) -> str | None:
     """Digest of functions and objects that change rows, with what they refer to. Where it cannot be computed, the id of
     this launch: the cache is then not used again."""
     used = [function for function in functions if function is not None]
@@ -168,7 +173,7 @@ def code_digest(*functions: Any) -> str | None:
 # --- a data collator of the user's ------------------------------------------------------------------------------------
 
 
-def only_pads(collator: Any) -> bool:
+def only_pads(collator: object) -> bool:
     """Whether a collator is one of those that take the labels as they are: the batches of this trainer say the same."""
     import transformers
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -181,7 +186,7 @@ def only_pads(collator: Any) -> bool:
     return collator is None or type(collator) in (DataCollatorForLanguageModeling, *padding)
 
 
-def labeled(rows: Any, collator: Labels, name: str, identity: Any) -> Source:
+def labeled_source(rows: Any, collator: Collator, name: str, identity: object) -> Source:
     """Tokenized rows with the labels that the collator computes for each of them.
 
     Args:
@@ -203,7 +208,7 @@ def labeled(rows: Any, collator: Labels, name: str, identity: Any) -> Source:
     return Source(name=name, open=read, identity=[identity, kind, code_digest(collator)], format="tokenized")
 
 
-def check_collator(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_collator(collator: Collator, rows: Sequence[Row]) -> None:
     """Check on a few rows that a collator treats each row by itself, and always in the same way.
 
     Raises:
@@ -213,18 +218,18 @@ def check_collator(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> None:
     alone = [_collated(collator, [row])[0] for row in rows]
     if alone != [_collated(collator, [row])[0] for row in rows]:
         raise Refused(
-            f"`data_collator` {name} gives other labels each time: a run could not be repeated. Compute the labels "
-            "once, with `Dataset.map()`, or remove it."
+            f"`data_collator` {name} returns different labels each time, so a run could not be repeated. Compute the "
+            "labels once, with `Dataset.map()`, or remove it."
         )
     for first in range(0, len(rows) - 1, 2):
         if _collated(collator, rows[first : first + 2]) != alone[first : first + 2]:
             raise Refused(
-                f"`data_collator` {name} gives a row other tokens or labels beside another row: the result would "
-                "depend on how rows are dealt to GPUs. Use `packing=True` to join rows, or remove it."
+                f"`data_collator` {name} makes a row's tokens or labels depend on the other rows in its batch: "
+                "the result would depend on how rows are dealt to GPUs. Use `packing=True` to join rows, or remove it."
             )
 
 
-def _collated(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[int]]]:
+def _collated(collator: Collator, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
     """(input_ids, labels) of each row of a batch, without padding.
 
     Raises:
@@ -258,7 +263,7 @@ def _collated(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> list[tuple
 # --- rows of a constant length ----------------------------------------------------------------------------------------
 
 
-def wrapped(found: Rows, length: int, name: str, identity: Any) -> Source:
+def wrapped_source(found: Rows, length: int, name: str, identity: object) -> Source:
     """`packing_strategy="wrapped"`: all documents in order as one sequence, cut into rows of `length` tokens. A row
     is then one document: its tokens attend to those of the document before, as in TRL.
 
@@ -314,7 +319,7 @@ class PackedRows:
         return {"input_ids": ids, "labels": labels, "seq_lengths": [len(document[0]) for document in documents]}
 
     @cached_property
-    def _copy(self) -> Any:
+    def _copy(self) -> Dataset:
         import datasets
 
         return datasets.Dataset.from_dict(self[:])
@@ -325,6 +330,6 @@ class PackedRows:
         return getattr(self._copy, name)
 
 
-def as_dataset(layout: Layout) -> Any:
+def as_dataset(layout: Layout) -> Dataset | PackedRows:
     """The rows of a layout as TRL would hold them: a `datasets.Dataset`, or PackedRows."""
     return layout.rows.dataset if layout.packs.pack_length is None else PackedRows(layout)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, resolve_batch
 from finetune.config.arguments import FIXED, REFUSED, TAKEN
@@ -22,18 +21,23 @@ from finetune.engine.optimizer.master_weights import FLOAT32, NONE, Choice, roun
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import trl
+
 
 _OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
 
 
-def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
+def leaves_micro_batch_open(args: trl.SFTConfig, global_batch_size: int | None) -> bool:
     """Whether the run may choose how many rows a rank holds at once: the step is fixed, and the script has left
     `per_device_train_batch_size` out, which only `finetune.SFTConfig` knows."""
     return global_batch_size is not None and not getattr(args, "size_given", True)
 
 
-def batch(args: Any, global_batch_size: int | None, world_size: int) -> Batch:
+def batch(args: trl.SFTConfig, global_batch_size: int | None, world_size: int) -> Batch:
     """How a step divides over the ranks: TRL's product, or what the user has fixed. Of a fixed batch, a rank holds at
     most `per_device_train_batch_size` rows at once.
 
@@ -53,7 +57,7 @@ def batch(args: Any, global_batch_size: int | None, world_size: int) -> Batch:
     return dataclasses.replace(fixed, per_device=per_device, accumulation=per_rank // per_device)
 
 
-def resumed_batch(args: Any, manifest: Mapping[str, Any]) -> Batch | None:
+def resumed_batch(args: trl.SFTConfig, manifest: JsonObject) -> Batch | None:
     """The step of a run that its checkpoint was launched with on another number of ranks, divided over these; None if
     it has as many rows here, or if the arguments meant another one there.
 
@@ -81,7 +85,7 @@ def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:
     )
 
 
-def for_training(args: Any, batch: Batch) -> Any:
+def training_arguments(args: trl.SFTConfig, batch: Batch) -> trl.SFTConfig:
     """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
     args = copy.copy(args)
     for name, value in FIXED.items():
@@ -90,7 +94,7 @@ def for_training(args: Any, batch: Batch) -> Any:
     args.gradient_accumulation_steps = batch.accumulation
     args.chat_template_path = None  # the tokenizer has it by now
     # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
-    args.report_to = [name for name in args.report_to if name != "tensorboard" and distributed.ranks().is_main]
+    args.report_to = [name for name in args.report_to or [] if name != "tensorboard" and distributed.ranks().is_main]
     trackers.no_telemetry()
     # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
@@ -100,15 +104,21 @@ def for_training(args: Any, batch: Batch) -> Any:
     return args
 
 
-def timeout(args: Any) -> int:
+def timeout(args: trl.SFTConfig) -> int:
     """Seconds that a collective waits for a stuck rank: `ddp_timeout`, or this project's default if the user has not
     changed transformers'."""
     return TrainingConfig().ddp_timeout if args.ddp_timeout == TRANSFORMERS_TIMEOUT else args.ddp_timeout
 
 
-def data(args: Any) -> DataConfig:
+def skips_preparation(args: trl.SFTConfig) -> bool:
+    """Whether the rows are tokenized already, by `dataset_kwargs`."""
+    given = args.dataset_kwargs
+    return isinstance(given, dict) and bool(given.get("skip_prepare_dataset"))
+
+
+def data_config(args: trl.SFTConfig) -> DataConfig:
     """How rows are read: TRL's defaults, not those of a YAML file."""
-    prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+    prepared = skips_preparation(args)
     cut = {"keep_start": "truncate", "keep_end": "keep_end"}[args.truncation_mode]
     strategy = args.packing_strategy if args.packing else None
     packs = strategy is not None and strategy != "wrapped"
@@ -124,7 +134,7 @@ def data(args: Any) -> DataConfig:
     )
 
 
-def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_open: bool) -> Config:
+def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch, *, size_is_open: bool) -> Config:
     """The run as a configuration.
 
     Args:
@@ -148,15 +158,15 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
         weight_decay=args.weight_decay,
         optim=str(getattr(args.optim, "value", args.optim)),
         max_grad_norm=args.max_grad_norm,
-        master_weights=kept_weights(model).kind,  # type: ignore[arg-type]
+        master_weights=weights_as_loaded(model).kind,  # type: ignore[arg-type]
         seed=args.seed,
         train_sampling_strategy=str(args.train_sampling_strategy),  # type: ignore[arg-type]
         gradient_checkpointing=bool(args.gradient_checkpointing),
-        save_steps=_every(args, "save"),
+        save_steps=_interval(args, "save"),
         save_total_limit=args.save_total_limit,
-        eval_steps=_every(args, "eval"),
+        eval_steps=_interval(args, "eval"),
         ddp_timeout=timeout(args),
-        extra=_further(args),
+        extra=_other_arguments(args),
     )
     sections = {
         "model": ModelConfig(
@@ -169,7 +179,7 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
             trust_remote_code=args.trust_remote_code,
         ),
         "lora": _adapter(next(iter(adapters.values()))) if adapters else LoraConfig(),
-        "data": data(args),
+        "data": data_config(args),
         "training": training,
         "logging": LoggingConfig(logging_steps=max(int(args.logging_steps), 1), generate_samples=0),
     }
@@ -182,12 +192,12 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
     return Config(**sections, given=given)
 
 
-def kept_weights(model: Any) -> Choice:
+def weights_as_loaded(model: Model) -> Choice:
     """How the script keeps its trained weights: as it has loaded the model."""
     return Choice(kind=NONE if rounded(model.parameters()) else FLOAT32, reason="as the script loads the model")
 
 
-def _dtype(args: Any, model: Any) -> Any:
+def _dtype(args: trl.SFTConfig, model: Model) -> Any:
     """What the matrix products are computed in."""
     if args.bf16:
         return "bfloat16"
@@ -197,7 +207,7 @@ def _dtype(args: Any, model: Any) -> Any:
     return str(stored).removeprefix("torch.")
 
 
-def _every(args: Any, what: str) -> int:
+def _interval(args: trl.SFTConfig, what: str) -> int:
     """Steps between saves or evaluations; 0 if there are none. Once per epoch counts as the default interval."""
     strategy = getattr(args, f"{what}_strategy")
     if getattr(strategy, "value", strategy) == "no":
@@ -223,7 +233,7 @@ def _adapter(adapter: Any) -> LoraConfig:
     )
 
 
-def _further(args: Any) -> dict[str, Any]:
+def _other_arguments(args: trl.SFTConfig) -> JsonObject:
     """The other fields of SFTConfig that the user has changed: those that a configuration accepts by their names."""
     ours = {one.name for kind in SECTIONS.values() for one in dataclasses.fields(kind)}
     found = {}

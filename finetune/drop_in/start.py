@@ -31,7 +31,7 @@ def start() -> tuple[Stack, overrides.Overrides]:
     command.keep_printing()
     pycache.enable(cache_folder())
     sys.excepthook = _report_errors
-    given = overrides.take()
+    given = overrides.take_from_argv()
     backend = given.get("model.backend", os.environ.get(VARIABLE, "auto"))
     if backend not in _BACKENDS:
         raise UserError(f"{VARIABLE} is unknown: {backend!r}. Set it to {', '.join(_BACKENDS)}, or unset it.")
@@ -47,7 +47,7 @@ def start() -> tuple[Stack, overrides.Overrides]:
             f"import SFTTrainer` above the other imports; to keep it so, set {VARIABLE}=transformers."
         )
         backend = "transformers"
-    # The script may use TRL's other trainers, too.
+    # The script may also use TRL's other trainers.
     left_out = ("unsloth_all_trl_trainers", *scripts.skipped_patches())
     stack = bootstrap.start(backend, log_level=None, without=left_out, setting=VARIABLE)
     if distributed.ranks().world_size > 1 and stack.device == "cpu":
@@ -69,7 +69,7 @@ def _warn(text: str) -> None:
 
 
 def _report_errors(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The interpreter's last resort, in place of `sys.excepthook`: an error of the user's is a sentence and the line
+    """The interpreter's last resort, instead of `sys.excepthook`: an error of the user's is a sentence and the line
     of the script that led to it, from one rank; any other error keeps its traceback."""
     if not isinstance(error, UserError):
         sys.__excepthook__(kind, error, trace)

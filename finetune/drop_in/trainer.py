@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -21,8 +21,8 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, names, refusals, rows, settings
-from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
+from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine import run, session
 from finetune.engine import trainer as engine
@@ -37,9 +37,20 @@ from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.export import card
 from finetune.runtime import scripts
+from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import INTERRUPTED, known_error
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, interrupt, process_group
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import trl
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    Shown = Dataset | rows.PackedRows  # prepared rows, as the script sees them
 
 # TRL's names for metrics that are called otherwise in this project.
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
@@ -53,24 +64,24 @@ class SFTTrainer(engine.SFTTrainer):
     mean over the supervised tokens of the whole global batch.
     """
 
-    @names.of_a_script()
+    @names.script_names()
     def __init__(
         self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        model: Model | str,
+        args: transformers.TrainingArguments | None = None,
+        data_collator: rows.Collator | None = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], JsonObject] | None = None,
         preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        formatting_func: Callable[[Any], str] | None = None,
+        quantization_config: object = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[..., object] | None = None,
         *,
         global_batch_size: int | None = None,
         **older: Any,
@@ -104,8 +115,8 @@ class SFTTrainer(engine.SFTTrainer):
         self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = older.pop("tokenizer", None) or processing_class
         field = older.get("dataset_text_field")
-        given = former.arguments(args, model, older, OVERRIDES)
-        reading = former.reading(given, model, formatting_func, field)
+        given = former.complete_arguments(args, model, older, OVERRIDES)
+        reading = former.row_reader(given, model, formatting_func, field)
         refusals.check(
             type(self),
             SFTTrainer,
@@ -124,9 +135,9 @@ class SFTTrainer(engine.SFTTrainer):
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded, peft_config = backbone.load(model, given, STACK, quantization_config, peft_config, OVERRIDES)
-        peft_config = former.adapter(loaded, peft_config)
-        refusals.model(loaded, peft_config)
-        layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
+        peft_config = former.adapter_to_add(loaded, peft_config)
+        refusals.check_model(loaded, peft_config)
+        layers = self._layer_kernels(backbone.model_stack(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
         self._global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
@@ -136,10 +147,10 @@ class SFTTrainer(engine.SFTTrainer):
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
-        with scripts.remove_new_folder(Path(given.output_dir)):
+        with scripts.remove_new_folder(Path(str(given.output_dir))):
             super().__init__(
                 model=loaded,
-                args=settings.for_training(given, self.job.batch),
+                args=settings.training_arguments(given, self.job.batch),
                 tokenizer=tokenizer,
                 stack=self.job.stack,
                 plan=self.job.plan(),
@@ -155,28 +166,28 @@ class SFTTrainer(engine.SFTTrainer):
             liger.install(self.model)
         fused_lora.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
-        self.job.master_weights = settings.kept_weights(self.model)
+        self.job.master_weights = settings.weights_as_loaded(self.model)
         self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         session.complete_early_stopping(self)
-        self._created_with = refusals.values(args, self.args)
+        self._created_with = refusals.snapshot(args, self.args)
         self._ready = True
         self._show_layouts()
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Any, data: Data, layers: liger.Choice) -> Job:
+    def _open_job(self, model: Model, data: Data, layers: liger.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
-        stack = backbone.stack_of(model, STACK)
+        stack = backbone.model_stack(model, STACK)
         batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
         config = self._configuration(model, stack, batch)
-        because = None if self.preparation.settings.packing else "packing is off"
+        because = None if self.preparation.data_config.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
             because = engine_model.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
-        layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
+        layout = self._lay_out(data, "train", self.preparation.data_config.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
         kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype)
         return Job(
@@ -190,19 +201,19 @@ class SFTTrainer(engine.SFTTrainer):
             eval_layout=None,
             unpacked_because=because,
             layer_kernels=layers,
-            master_weights=settings.kept_weights(model),
+            master_weights=settings.weights_as_loaded(model),
             attention=kernel,
             model=model,
             size=model_size(model),
         )
 
-    def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
-        is_open = settings.leaves_size_open(self.given, self._global_batch_size)
+    def _configuration(self, model: Model, stack: Stack, batch: Batch) -> Config:
+        is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
         training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
-        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.of("logging")))
+        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.section("logging")))
 
-    def _check_rows(self, model: Any, data: Data) -> None:
+    def _check_rows(self, model: Model, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.
 
         Raises:
@@ -211,10 +222,10 @@ class SFTTrainer(engine.SFTTrainer):
         for split, found in data.splits.items():
             engine_model.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
             positions.check(model, found, split, "max_length (in SFTConfig)")
-            refusals.row_length(found, split, backbone.loaded_length(model))
+            refusals.check_row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
-    def _layer_kernels(stack: Any, model: Any, args: Any) -> liger.Choice:
+    def _layer_kernels(stack: Stack, model: Model, args: trl.SFTConfig) -> liger.Choice:
         """Liger's if the script asks for them, else those of the model as the script loads it.
 
         Raises:
@@ -245,18 +256,20 @@ class SFTTrainer(engine.SFTTrainer):
         self._shown = rows.as_dataset(self.layout)
         held_out = self.eval_layout
         if isinstance(held_out, Mapping):
-            self._shown_eval: Any = {name: rows.as_dataset(one) for name, one in held_out.items()}
+            self._shown_eval: Shown | dict[str, Shown] | None = {
+                name: rows.as_dataset(one) for name, one in held_out.items()
+            }
         else:
             self._shown_eval = None if held_out is None else rows.as_dataset(held_out)
 
     @property
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> Shown:
         """The tokenized training rows, or packs of them. Rows that are set later, such as those of Unsloth's
         `train_on_responses_only`, replace them in the plan."""
         return self._shown if self._ready else self.layout.rows.dataset
 
     @train_dataset.setter
-    def train_dataset(self, value: Any) -> None:
+    def train_dataset(self, value: object) -> None:
         if not self._ready or value is self._shown:
             return
         data = self.preparation({"train": value})
@@ -270,12 +283,12 @@ class SFTTrainer(engine.SFTTrainer):
         self._show_layouts()
 
     @property
-    def eval_dataset(self) -> Any:
+    def eval_dataset(self) -> Shown | dict[str, Shown] | None:
         """The tokenized held-out rows, or several sets of them by name."""
         return self._shown_eval if self._ready else engine.datasets_of(self.eval_layout)
 
     @eval_dataset.setter
-    def eval_dataset(self, value: Any) -> None:
+    def eval_dataset(self, value: object) -> None:
         if not self._ready or value is self._shown_eval:
             return
         held_out = {}
@@ -289,15 +302,15 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    @names.of_a_script()
+    @names.script_names()
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
         *,
         resume_with_changes: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainOutput:
         """Train to the end. A signal ends the program after a checkpoint, with exit code 130.
 
@@ -310,7 +323,7 @@ class SFTTrainer(engine.SFTTrainer):
             UserError: the arguments, the rows or the checkpoint cannot be used.
             RunError: the run cannot go on, such as for lack of memory.
         """
-        refusals.unchanged(self, self._created_with)
+        refusals.check_unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
         scripts.answer_trainer(self)
@@ -322,7 +335,8 @@ class SFTTrainer(engine.SFTTrainer):
         )
         config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
-        door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
+        train = functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval)
+        door = ScriptRun(self, self.job, self.take_checkpoint_batch, train)
         try:
             with interrupt.installed(), process_group.watching(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = run.run(door, config, record)
@@ -340,7 +354,7 @@ class SFTTrainer(engine.SFTTrainer):
         self._record = record
         return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
 
-    def keep_batch(self, manifest: Mapping[str, Any]) -> None:
+    def take_checkpoint_batch(self, manifest: JsonObject) -> None:
         """Take the step of a checkpoint that was launched on another number of processes, if its size follows from
         that number, so that the plan is the checkpoint's.
 
@@ -360,19 +374,22 @@ class SFTTrainer(engine.SFTTrainer):
 
     def _accept_arguments(self) -> None:
         """Take the arguments as they are now for those that the trainer was created with."""
-        self._created_with = refusals.values(*(arguments for arguments, _ in self._created_with))
+        self._created_with = refusals.snapshot(*(arguments for arguments, _ in self._created_with))
 
     # --- commands that are given the script ---------------------------------------------------------------------------
 
-    def take_batch_of(self, gpus: int) -> int:
+    def take_launch_batch(self, gpus: int) -> int:
         """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
         then one of its ranks. Returns their number."""
-        for world in range(max(gpus, 1), 0, -1):
+        world = max(gpus, 1)
+        while True:
             try:
                 batch = settings.batch(self.given, self._global_batch_size, world)
+                break
             except UserError:
-                continue
-            break
+                if world == 1:
+                    raise
+                world -= 1
         self._take_batch(batch)
         return world
 
@@ -438,16 +455,16 @@ class SFTTrainer(engine.SFTTrainer):
             load_best_model_at_end=False,
         )
 
-    def _set_arguments(self, **changed: Any) -> None:
+    def _set_arguments(self, **changed: object) -> None:
         for name, value in changed.items():
             setattr(self.args, name, value)
         self._accept_arguments()
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 
-    @names.of_a_script()
+    @names.script_names()
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Metrics over the held-out rows or those of another dataset, which is tokenized like them: the loss per
         supervised token, exact on any number of GPUs, with TRL's names for accuracy and entropy.
@@ -474,7 +491,7 @@ class SFTTrainer(engine.SFTTrainer):
         size = self.args.per_device_eval_batch_size * self.args.world_size
         return metrics | speed_metrics(prefix, started, len(layout), math.ceil(len(layout) / size))
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> NoReturn:
         """Not supported: evaluation does not build the logits that it would return."""
         raise refusals.Refused(
             "predict() returns the logits of every token, which this trainer does not build. Use evaluate() for the "
@@ -499,7 +516,7 @@ class SFTTrainer(engine.SFTTrainer):
                 card.try_write_of_run(record.path.parent, record.content)
 
 
-def _by_split(eval_dataset: Any) -> dict[str, Any]:
+def _by_split(eval_dataset: object) -> dict[str, object]:
     """The held-out datasets by the name of their split: "eval", or "eval_NAME" for each of a mapping."""
     if eval_dataset is None:
         return {}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.config.data_sources import evaluation_origins, training_origins
+from finetune.config.data_sources import evaluation_sources, training_sources
 from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
@@ -154,7 +154,7 @@ def check_data(config: Config) -> None:
     """
     from huggingface_hub import constants
 
-    origins = [*training_origins(config.data), *evaluation_origins(config.data)]
+    origins = [*training_sources(config.data), *evaluation_sources(config.data)]
     names = dict.fromkeys(origin.name for origin in origins if origin.name is not None)
     for name in names:
         if Path(name).exists() or _hub_is_off():

@@ -181,7 +181,7 @@ def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, si
     start_up = startup.current()
 
     def find_size() -> None:
-        found = above.micro_batch.find(job, trainer)
+        found = above.micro_batch.search_before_first_step(job, trainer)
         job.batch = job.batch.divided(found.per_device)
         trainer.set_batch(job.batch)
         report.print_micro_batch(job, found)
@@ -248,7 +248,7 @@ def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
     record.try_update(
         steps=step,
         prediction=prediction,
-        micro_batch_search=above.micro_batch.known(job),
+        micro_batch_search=above.micro_batch.earlier_search(job),
         attention=session.attention_computed(job, trainer),
         **results,
     )

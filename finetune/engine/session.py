@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, scaled_learning_rate
-from finetune.config.data_sources import evaluation_origins, training_origins
+from finetune.config.data_sources import evaluation_sources, training_sources
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS
 from finetune.data import sources
 from finetune.engine import preflight
@@ -56,7 +56,7 @@ def check_files(config: Config) -> None:
     Raises:
         UserError: one of them is missing or unreadable.
     """
-    for origin in (*training_origins(config.data), *evaluation_origins(config.data)):
+    for origin in (*training_sources(config.data), *evaluation_sources(config.data)):
         if origin.files:
             sources.expand(origin.files)
 

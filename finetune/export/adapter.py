@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from finetune.errors import UserError
+from finetune.runtime.types import JsonObject
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -52,8 +53,8 @@ class Change:
     indices: tuple[int, ...] = ()
 
     @property
-    def own(self) -> bool:
-        """Whether the module's weight becomes another than one it shared."""
+    def unties(self) -> bool:
+        """Whether merging unties this weight from one it shared."""
         return self.copied or self.a is not None
 
 
@@ -62,7 +63,7 @@ class Adapter:
     """The tensors of an adapter's file, by the path of the module that they change."""
 
     folder: Path
-    config: dict[str, Any]
+    config: JsonObject
     changes: dict[str, Change] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ _ENDINGS = {
 }
 
 
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_config(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse what the merge does not compute."""
 
     def refuse(what: str) -> UserError:

@@ -1,4 +1,4 @@
-"""The model card, README.md, from a run's record: no rows of the data, and names in place of local paths."""
+"""The model card, README.md, from a run's record: no rows of the data, and names instead of local paths."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
 from finetune.runtime.command import warn
 from finetune.runtime.files import read_json, write_text
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 # Settings that say nothing about the model: where files were, and what was logged.
@@ -153,7 +154,7 @@ def _usage(base: str, form: str) -> list[str]:
     return ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "PATH OR NAME")']
 
 
-def _data(record: dict[str, Any]) -> Iterator[str]:
+def _data(record: JsonObject) -> Iterator[str]:
     section = record.get("config", {}).get("data", {})
     for key in ("train_file", "dataset_name", "train", "eval_file"):
         if section.get(key):
@@ -168,11 +169,11 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _metrics(record: dict[str, Any], step: int | None) -> Iterator[str]:
+def _metrics(record: JsonObject, step: int | None) -> Iterator[str]:
     if step is not None:
         yield f"| optimizer steps | {step:,} |"
     if step == record.get("steps"):  # of the final model
@@ -186,9 +187,9 @@ def _metrics(record: dict[str, Any], step: int | None) -> Iterator[str]:
             yield f"| last training loss | {losses[-1]:.4f} |"
 
 
-def _settings(record: dict[str, Any]) -> dict[str, Any]:
+def _settings(record: JsonObject) -> JsonObject:
     """The settings that differ from the defaults, by section."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for name in KEYS:
         section, _, key = name.partition(".")
         values = record.get("config", {}).get(section, {})
@@ -201,7 +202,7 @@ def _settings(record: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _command(record: dict[str, Any]) -> str:
+def _command(record: JsonObject) -> str:
     """The launch command, with the configuration's file name; --section.key options are among the settings."""
     size = record.get("world_size")
     on_cpu = (record.get("hardware") or {}).get("device") == "cpu"

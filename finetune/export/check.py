@@ -1,5 +1,5 @@
 """Checks an exported model against what it was made from, with plain transformers and PEFT. Runs by its path, in a
-process of its own, and imports nothing of this project, so that a mistake of the project cannot hide itself.
+separate process, and imports nothing of this project, so that a mistake of the project cannot hide itself.
 
     python -P check.py JOB.json      # writes its finding as one line of JSON, the last one of its output
 
@@ -30,10 +30,13 @@ import math
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
+
+Json: TypeAlias = dict[str, Any]
 
 FACTOR = 4.0
 LOST = 0.1
@@ -47,6 +50,20 @@ SLACK = 2.0**-20  # of a tensor's largest value
 RESERVE = 2**30  # bytes for activations
 SPARE = 8  # rows of a table of positions that may be for padding
 GGUF_TOP = 20  # log-probabilities that llama.cpp is asked for, at each position
+
+
+class Model(Protocol):
+    """A transformers or PEFT model, by what is used here."""
+
+    config: Any
+
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, **inputs: object) -> Any: ...
+    def generate(self, **options: object) -> torch.Tensor: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 def main() -> int:
@@ -67,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def check(job: dict[str, Any]) -> dict[str, Any]:
+def check(job: Json) -> Json:
     """The finding of a job: {passed, why, ...}.
 
     The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `exported` (a folder) or `gguf` (a
@@ -79,13 +96,13 @@ def check(job: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     with torch.no_grad():
-        return _check_gguf(job) if "gguf" in job else _check_folder(job)
+        return _check_gguf(job) if "gguf" in job else check_folder(job)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
+def check_folder(job: Json) -> Json:
     from transformers import AutoTokenizer
 
     exported = Path(job["exported"])
@@ -93,60 +110,60 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     before, tokenizer = (
         AutoTokenizer.from_pretrained(f, trust_remote_code=trusted) for f in (job["tokenizer"], exported)
     )
-    prompts = [_ids(before, text) for text in job["prompts"]]
-    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
-    if prompts != [_ids(tokenizer, text) for text in job["prompts"]]:
+    prompts = [_token_ids(before, text) for text in job["prompts"]]
+    found: Json = {"passed": False, "why": "", "factor": FACTOR}
+    if prompts != [_token_ids(tokenizer, text) for text in job["prompts"]]:
         return found | {"why": "the exported tokenizer gives other tokens"}
     if before.chat_template != tokenizer.chat_template and not job.get("new_template"):
         return found | {"why": "the exported tokenizer has another chat template"}
-    device, dtype = _place(job)
-    found |= {"device": str(device), "dtype": _name(dtype)}
+    device, dtype = choose_device(job)
+    found |= {"device": str(device), "dtype": _dtype_name(dtype)}
 
-    reference = _reference(job, dtype, device, len(tokenizer), exported)
+    reference = _load_reference(job, dtype, device, len(tokenizer), exported)
     prompts = [ids[: _positions(reference) - 1] for ids in prompts]
-    answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
+    answers = [_generate(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     least, most = LOSS_TOKENS[device.type]
     tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
-    rows = _rows(job.get("rows") or [], min(max(tokens, least), most))
-    losses = {"run": _losses(reference, rows)}
+    rows = take_rows(job.get("rows") or [], min(max(tokens, least), most))
+    losses = {"run": token_losses(reference, rows)}
     if hasattr(reference, "disable_adapter"):
         with reference.disable_adapter():
-            losses["base"] = _losses(reference, rows)
+            losses["base"] = token_losses(reference, rows)
     if (exported / "adapter_config.json").is_file():
         found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), {}
     else:
-        stored = _open(Path(job["model"])) if "model" in job else {}
-        found["tensors"], rounded = _compare_tensors(reference, stored, exported, dtype)
+        stored = open_tensors(Path(job["model"])) if "model" in job else {}
+        found["tensors"], rounded = compare_tensors(reference, stored, exported, dtype)
     del reference
     gc.collect()
 
-    model = _exported(job, exported, dtype, device)
-    own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    model = _load_export(job, exported, dtype, device)
+    own_answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    losses["export"] = _losses(model, rows)
+    losses["export"] = token_losses(model, rows)
     _add_roundings(model, rounded, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    losses["noisy"] = _losses(model, rows)
+    losses["noisy"] = token_losses(model, rows)
 
-    bound = FACTOR * _largest(own, noisy)
+    bound = FACTOR * _largest_difference(own, noisy)
     found["logits"] = {
-        "difference": _largest(wanted, own),
+        "difference": _largest_difference(wanted, own),
         "bound": bound,
         "largest": max(float(x.abs().max()) for x in wanted),
     }
     if rows:
-        found["loss"] = _compare_losses(losses)
+        found["loss"] = compare_losses(losses)
     lengths = [len(ids) for ids in prompts]
     found["answers"] = [
-        _compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
+        compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
     ]
-    found["why"] = _verdict(found)
+    found["why"] = verdict(found)
     found["passed"] = not found["why"]
     return found
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def verdict(found: Json) -> str:
     """What is wrong, or ""."""
     wrong, logits = found["tensors"]["wrong"], found["logits"]
     if wrong:
@@ -165,7 +182,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return ""
 
 
-def _place(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+def choose_device(job: Json) -> tuple[torch.device, torch.dtype]:
     """Where to compute and in what dtype: float32 if a copy of the model fits, on the GPU if there is one."""
     folder = Path(job["base"] if "adapter" in job else job["exported"])
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -193,7 +210,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return torch.float32
 
 
-def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
+def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -203,32 +220,32 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
-    stored = _open(folder) if dtype in DROPPED_BITS else {}
+    stored = open_tensors(folder) if dtype in DROPPED_BITS else {}
     for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
         if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
-            parameter.copy_(_stochastic(stored[name].get_tensor(name), dtype, name))
+            parameter.copy_(_round_stochastically(stored[name].get_tensor(name), dtype, name))
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
 
 
-def _reference(job: dict[str, Any], dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
+def _load_reference(job: Json, dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
     """The model before the export: base and adapter side by side, or the fully trained model."""
     if "adapter" not in job:
-        return _load(Path(job["model"]), job, dtype).to(device).eval()
-    return _with_adapter(job, Path(job["adapter"]), dtype, device, exported)
+        return load_model(Path(job["model"]), job, dtype).to(device).eval()
+    return load_with_adapter(job, Path(job["adapter"]), dtype, device, exported)
 
 
-def _exported(job: dict[str, Any], exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_export(job: Json, exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
     if (exported / "adapter_config.json").is_file():
-        return _with_adapter(job, exported, dtype, device, exported)
-    return _load(exported, job, dtype).to(device).eval()
+        return load_with_adapter(job, exported, dtype, device, exported)
+    return load_model(exported, job, dtype).to(device).eval()
 
 
-def _with_adapter(job: dict[str, Any], adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
+def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
     from peft import PeftModel
     from safetensors import safe_open
 
-    base = _load(Path(job["base"]), job, dtype)
+    base = load_model(Path(job["base"]), job, dtype)
     if getattr(base, "is_quantized", False):
         base = base.dequantize(dtype=dtype).to(dtype)
     for key in (file := safe_open(adapter / "adapter_model.safetensors", framework="pt")).keys():
@@ -244,7 +261,7 @@ def _with_adapter(job: dict[str, Any], adapter: Path, dtype: torch.dtype, device
     return PeftModel.from_pretrained(base, adapter, local_files_only=True).to(device).eval()
 
 
-def _is_tied(config: dict[str, Any]) -> bool:
+def _is_tied(config: Json) -> bool:
     text = config.get("text_config") or {}
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
 
@@ -252,9 +269,9 @@ def _is_tied(config: dict[str, Any]) -> bool:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _compare_tensors(
-    reference: Any, stored: dict[str, Any], exported: Path, computed: torch.dtype
-) -> tuple[dict[str, Any], dict[str, float]]:
+def compare_tensors(
+    reference: Model, stored: Json, exported: Path, computed: torch.dtype
+) -> tuple[Json, dict[str, float]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
     the u of each tensor that the export rounds, by name: those that the adapter changes, and float32 weights that
     become narrower.
@@ -263,13 +280,13 @@ def _compare_tensors(
         stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
         computed: the dtype that the models compute in, which the export is loaded in.
     """
-    where = _open(exported)
+    where = open_tensors(exported)
     wrong: list[str] = []
     rounded: dict[str, float] = {}
     changed = 0
     seen: set[str] = set()
     shared: set[int] = set()
-    for name, tensor, merged in _merged(reference):
+    for name, tensor, merged in _merged_tensors(reference):
         if name not in where:
             if tensor.data_ptr() not in shared:
                 wrong.append(f"{name} is missing")
@@ -280,14 +297,14 @@ def _compare_tensors(
         whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
         changed += merged
         if merged or not torch.equal(own.float(), whole):
-            rounded[name] = _size(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
-        if why := _difference(name, own, whole, merged=merged):
+            rounded[name] = _relative_rounding(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
+        if why := tensor_difference(name, own, whole, merged=merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
 
 
-def _open(folder: Path) -> dict[str, Any]:
+def open_tensors(folder: Path) -> Json:
     """The file of each tensor of a model."""
     from safetensors import safe_open
 
@@ -295,7 +312,7 @@ def _open(folder: Path) -> dict[str, Any]:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
-def _merged(model: Any) -> Any:
+def _merged_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """(name in the plain model, tensor, whether the adapter changed it) of each parameter and saved buffer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -331,28 +348,28 @@ def _merged(model: Any) -> Any:
             yield name, tensor, False
 
 
-def _difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged: bool) -> str | None:
+def tensor_difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged: bool) -> str | None:
     """What differs, or None."""
     if own.shape != reference.shape:
         return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
     slack = SLACK * reference.abs().max() if merged else 0.0
     if own.dtype in DROPPED_BITS:
-        least, most = (_stochastic(reference + shift, own.dtype, name) for shift in (-slack, slack))
+        least, most = (_round_stochastically(reference + shift, own.dtype, name) for shift in (-slack, slack))
         far = ~((least <= own) & (own <= most))
     else:
-        far = ~((own - reference).abs() <= slack + (_unit(reference, own.dtype) / 2 if merged else 0.0))
+        far = ~((own - reference).abs() <= slack + (_spacing(reference, own.dtype) / 2 if merged else 0.0))
     if not far.any():
         return None
     what = "off by more than a rounding" if merged else "not equal to the original"
     return f"is {what} in {int(far.sum())} of {far.numel()} values"
 
 
-def _unit(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _spacing(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The distance between a number's neighbors in a dtype."""
     return torch.ldexp(torch.ones_like(numbers), numbers.frexp().exponent - SIGNIFICANT_BITS[dtype])
 
 
-def _stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _round_stochastically(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """float32 numbers in 16 bits: the bits that are dropped, plus a random number of as many bits, carry or not. For
     the same random numbers a larger number never becomes a smaller one."""
     bits = DROPPED_BITS[dtype]
@@ -361,17 +378,17 @@ def _stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     return ((exact.contiguous().view(torch.int32) + random) & (-1 << bits)).view(torch.float32).to(dtype)
 
 
-def _size(exact: torch.Tensor, dtype: torch.dtype) -> float:
+def _relative_rounding(exact: torch.Tensor, dtype: torch.dtype) -> float:
     """The u of a rounding: see the top of this file."""
     if dtype not in DROPPED_BITS:
         return 2.0 ** -SIGNIFICANT_BITS[dtype]
-    unit = _unit(exact, dtype)
+    unit = _spacing(exact, dtype)
     above = (exact.abs() / unit).frac()
     share = float((above * (1 - above) * unit**2).sum() / (unit**2).sum())
     return math.sqrt(3 * share) * 2.0 ** (1 - SIGNIFICANT_BITS[dtype])
 
 
-def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
+def _compare_files(adapter: Path, exported: Path) -> Json:
     """Compare the tensors of two adapter files bit by bit."""
     from safetensors.torch import load_file
 
@@ -386,20 +403,20 @@ def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
 # --- logits and answers -----------------------------------------------------------------------------------------------
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a prompt, which has its special tokens as text if it was made by a chat template."""
     bos = tokenizer.bos_token
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
 
 
-def _positions(model: Any) -> int:
+def _positions(model: Model) -> int:
     """Tokens that the model has positions for. Fewer than it says: the first of a table may be for padding."""
     config = model.config.get_text_config()
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     return min((most - SPARE for most in named if isinstance(most, int) and most > SPARE), default=sys.maxsize)
 
 
-def _answer(model: Any, ids: list[int], count: int) -> list[int]:
+def _generate(model: Model, ids: list[int], count: int) -> list[int]:
     given, count = torch.tensor([ids], device=model.device), min(count, _positions(model) - len(ids))
     found = model.generate(
         input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -407,17 +424,17 @@ def _answer(model: Any, ids: list[int], count: int) -> list[int]:
     return found[0, len(ids) :].tolist()
 
 
-def _logits(model: Any, ids: list[int]) -> torch.Tensor:
+def _logits(model: Model, ids: list[int]) -> torch.Tensor:
     """(tokens, vocabulary), float32 on the CPU."""
     given = torch.tensor([ids], device=model.device)
     return model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False).logits[0].float().cpu()
 
 
-def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
+def _largest_difference(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
-def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype) -> None:
+def _add_roundings(model: Model, rounded: dict[str, float], computed: torch.dtype) -> None:
     """Disturb the model as roundings of weights, by their u in `rounded`, and of each layer's output to `computed` do:
     see the top of this file."""
     generator = torch.Generator(device=model.device).manual_seed(1)
@@ -430,7 +447,7 @@ def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype)
         if name in rounded:
             parameter.mul_(1 + rounded[name] * random(parameter))
 
-    def hook(layer: Any, inputs: Any, output: Any) -> Any:
+    def hook(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> object:
         if not isinstance(output, torch.Tensor):
             return output
         size = max(of_outputs, 2.0**-24 * math.sqrt(inputs[0].shape[-1]))
@@ -441,9 +458,14 @@ def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype)
             layer.register_forward_hook(hook)
 
 
-def _compare_answers(
-    wanted: list[int], own: list[int], logits: torch.Tensor, prompt: int, near: float, tokenizer: Any
-) -> dict[str, Any]:
+def compare_answers(
+    wanted: list[int],
+    own: list[int],
+    logits: torch.Tensor,
+    prompt: int,
+    near: float,
+    tokenizer: Any,
+) -> Json:
     """The two answers to a prompt, and whether they are equal, differ, or differ from a tie on."""
     texts = {"expected": tokenizer.decode(wanted), "found": tokenizer.decode(own), "tokens": len(wanted)}
     place = next((n for n, pair in enumerate(zip(wanted, own, strict=False)) if pair[0] != pair[1]), None)
@@ -457,7 +479,7 @@ def _compare_answers(
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(rows: list[Any], most: int) -> list[tuple[list[int], list[int]]]:
+def take_rows(rows: list[list[list[int]]], most: int) -> list[tuple[list[int], list[int]]]:
     """As many rows as have `most` tokens, long ones and the last one cut. Left out are those without a supervised token
     then."""
     found = []
@@ -469,7 +491,7 @@ def _rows(rows: list[Any], most: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def _losses(model: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+def token_losses(model: Model, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """The loss of each supervised token, in order."""
     found = [torch.empty(0)]
     for ids, labels in rows:
@@ -479,7 +501,7 @@ def _losses(model: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor
     return torch.cat(found)
 
 
-def _compare_losses(losses: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compare_losses(losses: dict[str, torch.Tensor]) -> Json:
     """Mean losses of the base model, the run and the export, and what the last may be above the second."""
     means = {name: float(losses[name].mean()) for name in ("base", "run", "export") if name in losses}
     gained = max(means["base"] - means["run"], 0.0) if "base" in means else 0.0
@@ -490,7 +512,7 @@ def _compare_losses(losses: dict[str, torch.Tensor]) -> dict[str, Any]:
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
+def _check_gguf(job: Json) -> Json:
     """Compare llama.cpp on the GGUF file with transformers on the folder it was converted from.
 
     llama.cpp multiplies with activations and a key-value cache in 16 bits, so the roundings are those of float16.
@@ -499,11 +521,11 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(job["exported"])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [_ids(tokenizer, text) for text in job["prompts"]]
-    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
-    device, dtype = _place(job)
-    model = _exported(job, folder, dtype, device)
-    answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    prompts = [_token_ids(tokenizer, text) for text in job["prompts"]]
+    found: Json = {"passed": False, "why": "", "factor": FACTOR}
+    device, dtype = choose_device(job)
+    model = _load_export(job, folder, dtype, device)
+    answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     unit = 2.0 ** -SIGNIFICANT_BITS[torch.float16]
     matrices = {name: unit for name, parameter in model.named_parameters() if parameter.dim() > 1}
@@ -513,7 +535,7 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
     bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))
     del model
     gc.collect()
-    found |= {"device": str(device), "dtype": _name(dtype)}
+    found |= {"device": str(device), "dtype": _dtype_name(dtype)}
     return found | _llama(job, prompts, answers, one, bound, tokenizer)
 
 
@@ -524,13 +546,13 @@ def _top_difference(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def _llama(
-    job: dict[str, Any],
+    job: Json,
     prompts: list[list[int]],
     answers: list[list[int]],
     wanted: list[torch.Tensor],
     bound: float,
     tokenizer: Any,
-) -> dict[str, Any]:
+) -> Json:
     """Generate with llama.cpp and compare tokens and log-probabilities, position by position."""
     import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -540,7 +562,7 @@ def _llama(
     parameters.n_parallel, parameters.warmup = 1, False
     server = xllamacpp.Server(parameters)
     largest, outcomes, why = 0.0, [], ""
-    ends = _ends(Path(job["exported"]), tokenizer)
+    ends = _stop_tokens(Path(job["exported"]), tokenizer)
     for text, ids, answer, logprobs in zip(job["prompts"], prompts, answers, wanted, strict=True):
         request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
         by_ids = server.handle_completions(request | {"prompt": ids})
@@ -561,7 +583,7 @@ def _llama(
                 break
         if len(own) < len(answer) and ends & {*own[-1:], answer[len(own)]}:
             answer = answer[: len(own)]  # llama.cpp stops at an end token, with or without it
-        outcomes.append(_compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
+        outcomes.append(compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
     if not why and not largest <= bound:
         why = f"log-probabilities differ by {largest:.3g}, and rounding explains {bound:.3g}"
     if not why and any(one["outcome"] == "differs" for one in outcomes):
@@ -575,14 +597,14 @@ def _llama(
     }
 
 
-def _ends(folder: Path, tokenizer: Any) -> set[int]:
+def _stop_tokens(folder: Path, tokenizer: Any) -> set[int]:
     """Tokens that end an answer."""
     file = folder / "generation_config.json"
     given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     return {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])} - {None}
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError
 from finetune.export import card, gguf, gguf_metadata, hub, verify
@@ -18,7 +18,11 @@ from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, files
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.options import Options, one_of, path
+from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.export.merged import Merge
 
 PURPOSE = (
     "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model, a GGUF file, or to the Hub."
@@ -72,12 +76,12 @@ def run(argv: list[str]) -> int:
             hub.check_access(options.repo)
     bootstrap.quiet_libraries("error")
     found = sources.find(options.source, options.base)
-    form = _form(options, found)
+    form = _choose_form(options, found)
     for note in found.notes:
         print_line(f"note: {note}", style="yellow")
     if found.raw:
         print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
-    result = reused(options, found, form) or export(options, found, form)
+    result = reuse_earlier(options, found, form) or export(options, found, form)
     result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
     if options.to == "hub":
         result |= publish(options)
@@ -117,7 +121,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--out {options.out} exists already. {remedy}.")
 
 
-def _form(options: argparse.Namespace, found: Source) -> str:
+def _choose_form(options: argparse.Namespace, found: Source) -> str:
     form = options.form or ("adapter" if found.adapter else "merged") if options.to == "hub" else options.to
     if form == "adapter" and found.adapter is None:
         raise UserError(f"{found.given} has no adapter: all weights were trained. Use --to merged.")
@@ -127,7 +131,7 @@ def _form(options: argparse.Namespace, found: Source) -> str:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, Any]:
+def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     """Write and verify one export; returns its result. --out appears only when both succeeded."""
     out = Path(options.out)
     kind = options.gguf_type or "f16"
@@ -139,7 +143,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     merge = None if form == "adapter" else _merge(found, dtype)
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
     check_space(out, needed * (1 if tools is None else 2) + SPARE_BYTES)
-    finding: dict[str, Any] | None = None
+    finding: JsonObject | None = None
     from finetune.engine import preflight
     from finetune.engine.checkpoint import checkpoints
 
@@ -147,7 +151,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
-        note_unstoppable(found, tokenizer)
+        note_stop_text(found, tokenizer)
         if merge is None:
             write_adapter(found, model, public=options.to == "hub")
             write_generation_config(found, model, tokenizer)
@@ -155,16 +159,18 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
             print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
             merge.write(model, options.shard_size or 5_000_000_000)
-            if merge.kept is not None:
-                print_line(f"Rounding kept {merge.kept:.1%} of the adapter's update; --dtype float32 keeps all of it.")
+            if merge.update_kept is not None:
+                print_line(
+                    f"Rounding kept {merge.update_kept:.1%} of the adapter's update; --dtype float32 keeps all of it."
+                )
             write_generation_config(found, model, tokenizer)
             if options.trust_remote_code:
                 for file in found.base.glob("*.py"):
                     shutil.copyfile(file, model / file.name)
         if not options.no_verify:
-            finding = verified(options, found, model, tokenizer, with_loss=merge is not None)
-        kept = merge.kept if merge is not None else None
-        result: dict[str, Any] = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
+            finding = verify_export(options, found, model, tokenizer, with_loss=merge is not None)
+        kept = merge.update_kept if merge is not None else None
+        result: JsonObject = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
         if tools is not None:
             named = preflight.folder_of(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
@@ -178,7 +184,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     return about | result | {"out": str(out)}
 
 
-def _merge(found: Source, dtype: str | None) -> Any:
+def _merge(found: Source, dtype: str | None) -> Merge:
     import torch
 
     from finetune.export.adapter import Adapter
@@ -188,7 +194,7 @@ def _merge(found: Source, dtype: str | None) -> Any:
     return Merge(found.base, adapter, getattr(torch, dtype) if dtype else None)
 
 
-def write_tokenizer(found: Source, folder: Path) -> Any:
+def write_tokenizer(found: Source, folder: Path) -> Tokenizer:
     """Copy the tokenizer, with the chat template that the run was trained with, and load it.
 
     Raises:
@@ -228,7 +234,7 @@ def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
     files.write_json(folder / "adapter_config.json", (found.adapter or {}) | {"base_model_name_or_path": name})
 
 
-def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
+def write_generation_config(found: Source, folder: Path, tokenizer: Tokenizer) -> None:
     """generation_config.json of the base, which stops where the trained turns ended as well."""
     from finetune.engine.model import generation_config
 
@@ -237,11 +243,11 @@ def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None
     config = files.read_json(found.base / "config.json")
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         content.setdefault(name, config.get(name))
-    content = generation_config.with_ends(content, ends_of(found, tokenizer))
+    content = generation_config.with_ends(content, stop_tokens(found, tokenizer))
     files.write_json(folder / generation_config.FILE, {k: v for k, v in content.items() if v is not None})
 
 
-def ends_of(found: Source, tokenizer: Any) -> list[int]:
+def stop_tokens(found: Source, tokenizer: Tokenizer) -> list[int]:
     """The tokens at which the run's model was trained to stop: those that the run recorded, the tokenizer's, and the
     one that ends a turn in the chat template."""
     from finetune.engine.model import generation_config
@@ -251,8 +257,8 @@ def ends_of(found: Source, tokenizer: Any) -> list[int]:
     return [one for one in dict.fromkeys(ends) if one is not None]
 
 
-def end_of_turn(found: Source, tokenizer: Any) -> int | None:
-    """The token that ended the trained turns, for a file that names one beside EOS; None if it is EOS or unknown."""
+def end_of_turn(found: Source, tokenizer: Tokenizer) -> int | None:
+    """The token that ended the trained turns, for a file that can name one next to EOS; None if EOS or unknown."""
     from finetune.engine.model import generation_config
 
     if not found.raw and (turn := generation_config.end_of_turn_token(tokenizer)) is not None:
@@ -263,7 +269,7 @@ def end_of_turn(found: Source, tokenizer: Any) -> int | None:
     return next((one for one in reversed(generation_config.ends_in(found.folder)) if one not in known), None)
 
 
-def note_unstoppable(found: Source, tokenizer: Any) -> None:
+def note_stop_text(found: Source, tokenizer: Tokenizer) -> None:
     """Print the text that ends a turn if no token does: no file of an export can say it."""
     from finetune.engine.model import generation_config
 
@@ -287,18 +293,18 @@ def write_gguf(
     folder: Path,
     model: Path,
     tools: gguf.Tools,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     kind: str,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Convert the merged model, compare the file with it, quantize if asked for, and remove the merged model."""
     finding = None
-    exact = folder / f"model-{gguf.exact(kind)}.gguf"
+    exact = folder / f"model-{gguf.exact_kind(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
     if (token := end_of_turn(found, tokenizer)) is not None:
         gguf_metadata.add_end_of_turn(exact, token)
     if not options.no_verify:
         finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer, raw=found.raw)})
-        refuse(finding, options)
+        raise_if_failed(finding, options)
     if kind not in gguf.EXACT:
         gguf.quantize(tools, exact, folder / f"model-{kind}.gguf", kind)
         files.remove(exact)
@@ -306,16 +312,16 @@ def write_gguf(
     return {"gguf_type": kind, "gguf_verification": finding}
 
 
-def verified(
-    options: argparse.Namespace, found: Source, folder: Path, tokenizer: Any, *, with_loss: bool
-) -> dict[str, Any]:
+def verify_export(
+    options: argparse.Namespace, found: Source, folder: Path, tokenizer: Tokenizer, *, with_loss: bool
+) -> JsonObject:
     """The finding of the check.
 
     Raises:
         RunError: the export does not match the run.
     """
     asked = verify.prompts(tokenizer, raw=found.raw)
-    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
+    job: JsonObject = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
     job |= {"trust_remote_code": options.trust_remote_code}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
@@ -323,11 +329,11 @@ def verified(
     if with_loss and not rows:
         print_line("note: The run's rows are not in the data cache, so its loss is not compared.", style="yellow")
     finding = verify.run(job | {"rows": rows}) | {"rows": "training" if split == "train" else "held-out"}
-    refuse(finding, options)
+    raise_if_failed(finding, options)
     return finding
 
 
-def refuse(finding: dict[str, Any], options: argparse.Namespace) -> None:
+def raise_if_failed(finding: JsonObject, options: argparse.Namespace) -> None:
     """Raise RunError if the check failed, after writing the finding to --json."""
     if finding["passed"]:
         return
@@ -339,7 +345,7 @@ def refuse(finding: dict[str, Any], options: argparse.Namespace) -> None:
     )
 
 
-def describe(found: Source, form: str, folder: Path) -> dict[str, Any]:
+def describe(found: Source, form: str, folder: Path) -> JsonObject:
     """What an export holds, and of which run: for export.json and --json."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sums = files.checksums(paths)
@@ -366,7 +372,7 @@ def digest(found: Source) -> str:
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
-def reused(options: argparse.Namespace, found: Source, form: str) -> dict[str, Any] | None:
+def reuse_earlier(options: argparse.Namespace, found: Source, form: str) -> JsonObject | None:
     """The result of an earlier export in --out, with --to hub; None if there is none.
 
     Raises:
@@ -393,7 +399,7 @@ def reused(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     return earlier | {"out": str(options.out)}
 
 
-def publish(options: argparse.Namespace) -> dict[str, Any]:
+def publish(options: argparse.Namespace) -> JsonObject:
     """List what goes to the Hub and, with --upload, upload it."""
     listed = hub.files(options.out)
     total = sum(one["bytes"] for one in listed)

@@ -14,6 +14,7 @@ from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, subprocesses
+from finetune.runtime.types import Tokenizer
 
 CONVERTER = "convert_hf_to_gguf.py"
 QUANTIZER = "llama-quantize"
@@ -50,7 +51,7 @@ def find(given: Path | None, kind: str, model: str) -> Tools:
         converter = Path(on_path)
     if converter is None:
         where = f"in {given}" if given is not None else "in LLAMA_CPP, ~/.unsloth/llama.cpp or on PATH"
-        command = Tools(Path("llama.cpp", CONVERTER)).command(Path(model), Path("model.gguf"), exact(kind))
+        command = Tools(Path("llama.cpp", CONVERTER)).command(Path(model), Path("model.gguf"), exact_kind(kind))
         raise UserError(
             f"GGUF needs llama.cpp's {CONVERTER}, which is not {where}. Run `git clone "
             "https://github.com/ggml-org/llama.cpp` and `pip install gguf sentencepiece`, then give the folder with "
@@ -82,12 +83,12 @@ def check_verifier() -> None:
         )
 
 
-def exact(kind: str) -> str:
+def exact_kind(kind: str) -> str:
     """The type that the converter writes: `kind`, or float16 for types that are quantized from it."""
     return kind if kind in EXACT else "f16"
 
 
-def complete_tokenizer(folder: Path, origins: Iterable[Path], tokenizer: Any) -> None:
+def complete_tokenizer(folder: Path, origins: Iterable[Path], tokenizer: Tokenizer) -> None:
     """Add to a merged model what the converter reads and transformers 5 does not save: the SentencePiece file, without
     which pieces lose their scores; added tokens in tokenizer_config.json; and whether a text begins with the first
     token, which the converter otherwise assumes of SentencePiece.
@@ -127,7 +128,7 @@ def convert(tools: Tools, model: Path, file: Path, kind: str) -> None:
     Raises:
         RunError: the converter failed.
     """
-    _run(tools.command(model, file, exact(kind)), file, env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"})
+    _run(tools.command(model, file, exact_kind(kind)), file, env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"})
 
 
 def quantize(tools: Tools, source: Path, file: Path, kind: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import RunError, UserError
+from finetune.runtime.types import JsonObject
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -66,7 +66,7 @@ def check_access(repo: str) -> None:
         )
 
 
-def files(folder: Path) -> list[dict[str, Any]]:
+def files(folder: Path) -> list[JsonObject]:
     """{name, bytes} of each file that would be uploaded."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "export.json")
     return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size} for path in paths]
@@ -106,4 +106,4 @@ def _unreachable(error: Exception, folder: Path | None = None) -> RunError:
 
     lines = str(error).strip().splitlines() or [type(error).__name__]
     kept = f" The export is in {folder}." if folder is not None else ""
-    return RunError(f"{constants.ENDPOINT} does not answer as it should ({lines[0][:200]}). Try again later.{kept}")
+    return RunError(f"{constants.ENDPOINT} returned an unexpected response ({lines[0][:200]}). Try again later.{kept}")

@@ -19,12 +19,13 @@ from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
 from finetune.export.weights import Entry, Weights, write
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 SHARD_BYTES = 5_000_000_000  # as transformers' save_pretrained has it since 5.0: 5 GB files are what hubs handle well
 
 
 @dataclass(frozen=True)
-class Step:
+class TensorRecipe:
     """How a tensor of the merged model is made: from `base`, changed by the adapter at `path`."""
 
     entry: Entry
@@ -54,24 +55,28 @@ class Merge:
         _check_quantization(base, self.config)
         self.model = _skeleton(base)
         self.untied = False
-        self.steps = {name: Step(self._saved(entry, adapter), name) for name, entry in self.weights.entries.items()}
+        self.steps = {
+            name: TensorRecipe(self._saved_entry(entry, adapter), name) for name, entry in self.weights.entries.items()
+        }
         if adapter is not None:
-            shared = self._shared()
+            shared = self._tied_names()
             for path, change in adapter.changes.items():
                 self._change(path, change)
             if shared is not None:
                 self._untie(*shared)
         if dtype is not None:
-            self.steps = {name: replace(one, entry=self._as(one.entry, dtype)) for name, one in self.steps.items()}
+            self.steps = {
+                name: replace(one, entry=self._with_dtype(one.entry, dtype)) for name, one in self.steps.items()
+            }
 
-    def _saved(self, entry: Entry, adapter: Adapter | None) -> Entry:
+    def _saved_entry(self, entry: Entry, adapter: Adapter | None) -> Entry:
         """A tensor of the base. A checkpoint of full fine-tuning has float32 weights of a 16-bit model."""
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if adapter is not None or entry.dtype != torch.float32 or named not in ("bfloat16", "float16"):
             return entry
-        return self._as(entry, getattr(torch, named))
+        return self._with_dtype(entry, getattr(torch, named))
 
-    def _as(self, entry: Entry, dtype: torch.dtype) -> Entry:
+    def _with_dtype(self, entry: Entry, dtype: torch.dtype) -> Entry:
         like = torch.empty((), dtype=entry.dtype)
         return replace(entry, dtype=saved_dtype(self.model, entry.name, like, dtype))
 
@@ -86,7 +91,7 @@ class Merge:
         return sum(step.path is not None for step in self.steps.values())
 
     @property
-    def kept(self) -> float | None:
+    def update_kept(self) -> float | None:
         """Share of the adapter's update U that the tensors made so far have after rounding: <rounded - base, U> /
         <U, U>. None if none of them was rounded."""
         return self._written / self._update if self._update else None
@@ -114,7 +119,7 @@ class Merge:
             self._written += float(torch.dot((found.float().sub_(base)).reshape(-1), update))
         return found
 
-    def new_config(self) -> dict[str, Any]:
+    def new_config(self) -> JsonObject:
         """config.json of the merged model."""
         found = {name: value for name, value in self.config.items() if name != "_name_or_path"}
         found.pop("quantization_config", None)
@@ -132,7 +137,7 @@ class Merge:
 
     def _vocabulary(self) -> int | None:
         """Rows of the merged embedding, if they are others than the base's."""
-        name = self._names()[0]
+        name = self._embedding_names()[0]
         if name is None:
             return None
         rows = self.steps[name].entry.shape[0]
@@ -151,26 +156,26 @@ class Merge:
             replacement = change.weight if part == "weight" else change.bias
             name = base
             if base is None and self._is_tied_head(path):  # the files hold it under the embedding's name
-                base, name = self._names()[0], f"{path}.{part}"
+                base, name = self._embedding_names()[0], f"{path}.{part}"
             if base is None or name is None:
-                raise self._misfit(f"the base has no tensor `{path}.{part}`")
+                raise self._mismatch(f"the base has no tensor `{path}.{part}`")
             old = self.weights.entries[base]
             shape = old.shape if replacement is None else self.adapter.shape(replacement)
             if shape[1:] != old.shape[1:]:
-                raise self._misfit(f"`{path}.{part}` is {list(old.shape)} in the base and {list(shape)} here")
+                raise self._mismatch(f"`{path}.{part}` is {list(old.shape)} in the base and {list(shape)} here")
             entry = Entry(name, old.dtype, shape)
             if part == "weight" and change.a and change.b:
                 self._check_factors(path, change, entry.shape, transposed=transposed)
-            self.steps[entry.name] = Step(entry, base, path, part, transposed)
+            self.steps[entry.name] = TensorRecipe(entry, base, path, part, transposed)
 
     def _check_factors(self, path: str, change: Change, shape: tuple[int, ...], *, transposed: bool) -> None:
         assert self.adapter is not None
         a, b = self.adapter.shape(str(change.a)), self.adapter.shape(str(change.b))
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-            raise self._misfit(f"A and B of `{path}` are {list(a)} and {list(b)}")
+            raise self._mismatch(f"A and B of `{path}` are {list(a)} and {list(b)}")
         wanted = (a[1], b[0]) if transposed else (b[0], a[1])
         if shape != wanted:
-            raise self._misfit(f"`{path}` is {list(shape)} in the base, and the adapter is for {list(wanted)}")
+            raise self._mismatch(f"`{path}` is {list(shape)} in the base, and the adapter is for {list(wanted)}")
 
     def _is_transposed(self, path: str) -> bool:
         """Whether a module keeps its weight as (in, out)."""
@@ -185,7 +190,7 @@ class Merge:
 
     # --- tied embeddings --------------------------------------------------------------------------------------------
 
-    def _names(self) -> tuple[str | None, str | None]:
+    def _embedding_names(self) -> tuple[str | None, str | None]:
         """Names of the input and the output embedding's weights; the latter also if the files lack it."""
         found: list[str | None] = []
         for get in ("get_input_embeddings", "get_output_embeddings"):
@@ -198,9 +203,9 @@ class Merge:
             found.append(name or (f"{path}.weight" if path and get == "get_output_embeddings" else None))
         return found[0], found[1]
 
-    def _shared(self) -> tuple[str, str] | None:
+    def _tied_names(self) -> tuple[str, str] | None:
         """Names of the embedding and the head if they are one tensor."""
-        embedding, head = self._names()
+        embedding, head = self._embedding_names()
         text = self.config.get("text_config") or self.config
         tied = self.config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
         if tied is None:
@@ -208,7 +213,7 @@ class Merge:
         return (embedding, head) if tied and embedding and head and embedding != head else None
 
     def _is_tied_head(self, path: str) -> bool:
-        shared = self._shared()
+        shared = self._tied_names()
         return shared is not None and f"{path}.weight" == shared[1]
 
     def _untie(self, embedding: str, head: str) -> None:
@@ -216,11 +221,11 @@ class Merge:
         assert self.adapter is not None
         changes = self.adapter.changes
         one, two = (changes.get(name.removesuffix(".weight")) for name in (embedding, head))
-        if not (one and one.own) and not (two and two.own):
+        if not (one and one.unties) and not (two and two.unties):
             self.steps.pop(head, None)
             if two is not None and (one is None or one.weight is None):  # a resized head, which is the embedding too
                 entry = Entry(embedding, self.weights.entries[embedding].dtype, self.adapter.shape(str(two.weight)))
-                self.steps[embedding] = Step(entry, embedding, head.removesuffix(".weight"))
+                self.steps[embedding] = TensorRecipe(entry, embedding, head.removesuffix(".weight"))
             return
         if one and two and one.copied and two.copied and not one.a and not two.a:
             if torch.equal(self.adapter.get(str(one.weight)), self.adapter.get(str(two.weight))):
@@ -232,11 +237,11 @@ class Merge:
             old, path = self.weights.entries[embedding], head.removesuffix(".weight")
             shape = old.shape if shared is None else self.adapter.shape(shared)
             changes[path] = Change(weight=shared)
-            self.steps[head] = Step(Entry(head, old.dtype, shape), embedding, path if shared else None)
+            self.steps[head] = TensorRecipe(Entry(head, old.dtype, shape), embedding, path if shared else None)
         elif two.weight is None:
             two.weight = shared
 
-    def _misfit(self, why: str) -> UserError:
+    def _mismatch(self, why: str) -> UserError:
         folder = self.adapter.folder if self.adapter else self.weights.folder
         return UserError(
             f"The adapter in {folder} does not fit the base model in {self.weights.folder}: {why}. Give the model that "
@@ -258,7 +263,7 @@ def _skeleton(folder: Path) -> Any:
         return torch.nn.Module()
 
 
-def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_quantization(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse formats of weights other than 16 or 32 bits and bitsandbytes' 4 bits."""
     found = config.get("quantization_config")
     if not isinstance(found, dict):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from finetune.data.ledger import is_templated
 from finetune.engine import preflight, record
@@ -12,6 +12,7 @@ from finetune.engine.checkpoint import checkpoints, resume
 from finetune.errors import UserError
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,15 @@ class Source:
 
     given: Path
     folder: Path
-    record: dict[str, Any]
+    record: JsonObject
     step: int | None
-    adapter: dict[str, Any] | None
+    adapter: JsonObject | None
     base: Path
     name: str
     notes: list[str] = field(default_factory=list)
 
     @property
-    def model(self) -> dict[str, Any]:
+    def model(self) -> JsonObject:
         """The `model:` section of the run's configuration; empty if it is not known."""
         section = self.record.get("config", {}).get("model", {})
         return section if isinstance(section, dict) else {}
@@ -76,7 +77,7 @@ def find(path: Path, base: str | None = None) -> Source:
     )
 
 
-def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _checkpoint(path: Path) -> tuple[JsonObject, JsonObject, int]:
     """Record, settings and step of a checkpoint, whose files all match their checksums."""
     if why := checkpoints.damage(path, verify=True):
         others = [one.name for one in checkpoints.complete_checkpoints(path.resolve().parent) if one.name != path.name]
@@ -89,7 +90,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     return content, settings if isinstance(settings, dict) else {}, manifest["step"]
 
 
-def _final(path: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+def _final(path: Path) -> tuple[JsonObject, JsonObject, int | None]:
     """Record, settings and steps of a finished run, whose final files are complete."""
     if not (path / record.FILE_NAME).is_file():
         raise UserError(
@@ -116,7 +117,7 @@ def _final(path: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
     return content, settings if isinstance(settings, dict) else {}, steps if isinstance(steps, int) else None
 
 
-def _recorded(content: dict[str, Any]) -> dict[str, str]:
+def _recorded(content: JsonObject) -> dict[str, str]:
     """Checksums of the final files, by name; empty in records of earlier versions."""
     found = content.get("final_files")
     return {str(name): str(one) for name, one in found.items()} if isinstance(found, dict) else {}
@@ -130,7 +131,7 @@ def _damage(file: Path, checksum: str | None) -> str | None:
     return "does not match its checksum in run.json" if checksum and files.checksum(file) != checksum else None
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> JsonObject:
     try:
         content = files.read_json(folder / record.FILE_NAME)
     except (OSError, ValueError) as error:
@@ -140,7 +141,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _adapter(folder: Path) -> dict[str, Any] | None:
+def _adapter(folder: Path) -> JsonObject | None:
     """adapter_config.json; None for a full model.
 
     Raises:
@@ -153,11 +154,10 @@ def _adapter(folder: Path) -> dict[str, Any] | None:
                 f"{folder} holds neither an adapter nor a model: no {preflight.ADAPTER} and no config.json."
             )
         return None
-    try:
+    content, complete = None, False
+    with contextlib.suppress(OSError, ValueError, KeyError):
         content = files.read_json(file)
         complete = isinstance(content, dict) and isinstance(content["lora_alpha"], int | float)
-    except (OSError, ValueError, KeyError):
-        complete = False
     if not complete or not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(
             f"The adapter in {folder} is incomplete: {file.name} or {ADAPTER_WEIGHTS}. Export a checkpoint."
@@ -169,7 +169,7 @@ def _adapter(folder: Path) -> dict[str, Any] | None:
 
 
 def _base(
-    path: Path, content: dict[str, Any], settings: dict[str, Any], adapter: dict[str, Any], given: str | None
+    path: Path, content: JsonObject, settings: JsonObject, adapter: JsonObject, given: str | None
 ) -> tuple[Path, str, list[str]]:
     """Folder and name of the base model, and what could not be compared.
 
@@ -193,7 +193,7 @@ def _base(
     )
 
 
-def _compared(folder: Path, name: str, settings: dict[str, Any], given: str | None) -> list[str]:
+def _compared(folder: Path, name: str, settings: JsonObject, given: str | None) -> list[str]:
     """What could not be compared.
 
     Raises:
@@ -218,11 +218,11 @@ def _compared(folder: Path, name: str, settings: dict[str, Any], given: str | No
     return notes
 
 
-def _is_quantized(config: Any) -> bool:
+def _is_quantized(config: object) -> bool:
     return isinstance(config, dict) and bool(config.get("quantization_config"))
 
 
-def _without_quantization(config: Any) -> Any:
+def _without_quantization(config: object) -> JsonObject | None:
     if not isinstance(config, dict):
         return None
     return {key: value for key, value in config.items() if key not in ("quantization_config", "unsloth_fixed")}

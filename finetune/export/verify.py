@@ -1,4 +1,4 @@
-"""Starts the check of an export in a process of its own, and reads its finding."""
+"""Starts the check of an export in a separate process, and reads its finding."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import RunError
 from finetune.runtime import subprocesses
+from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
 
 PROGRAM = Path(__file__).with_name("check.py")
@@ -20,7 +20,7 @@ ROWS = 64  # of the run's data, on which losses are compared
 ROW_TOKENS = 2048  # that are read of one of them
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: JsonObject) -> JsonObject:
     """The finding of `check.py` about a job.
 
     Raises:
@@ -45,7 +45,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _answer(output: str) -> dict[str, Any]:
+def _answer(output: str) -> JsonObject:
     """The last line that is a JSON object; empty if there is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
@@ -57,7 +57,7 @@ def _answer(output: str) -> dict[str, Any]:
     return {}
 
 
-def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
+def prompts(tokenizer: Tokenizer, *, raw: bool = False) -> list[str]:
     """The questions as text, by the tokenizer's chat template if it has one. Templates are rendered with bounds.
 
     Args:
@@ -73,9 +73,7 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
     template = load_template(tokenizer)
     if template is None:
         return list(QUESTIONS)
-    special: dict[str, Any] = {
-        name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)
-    }
+    special: JsonObject = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)}
     try:
         return [
             render(template, [{"role": "user", "content": one}], add_generation_prompt=True, **special)[0]
@@ -85,7 +83,7 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
         return list(QUESTIONS)
 
 
-def rows(record: dict[str, Any]) -> tuple[str, list[Any]]:
+def rows(record: JsonObject) -> tuple[str, list[list[list[int]]]]:
     """The split and evenly spaced rows of a run's data, as [input_ids, labels]: held-out rows if it has any. Empty if
     they are no longer in the data cache."""
     from finetune.data.prepare import cached_rows
@@ -104,7 +102,7 @@ def rows(record: dict[str, Any]) -> tuple[str, list[Any]]:
     return "", []
 
 
-def sentence(found: dict[str, Any]) -> str:
+def sentence(found: JsonObject) -> str:
     """A finding that passed, in a sentence."""
     answers, logits = found["answers"], found["logits"]
     equal, ties = (sum(one["outcome"] == outcome for one in answers) for outcome in ("equal", "tie"))

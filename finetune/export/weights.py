@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from finetune.engine import preflight
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,7 +51,7 @@ class Weights:
 
     def __init__(self, folder: Path, what: str = "base model") -> None:
         self.folder, self.what = folder, what
-        self._where: dict[str, tuple[Path, dict[str, Any], int]] = {}  # file, the header's entry, offset of the data
+        self._where: dict[str, tuple[Path, JsonObject, int]] = {}  # file, the header's entry, offset of the data
         for name in self._file_names():
             self._open(folder / name)
         self._states = {name.partition(_STATE)[0]: name for name in self._where if _STATE in name}
@@ -162,12 +162,12 @@ def write(folder: Path, entries: Sequence[Entry], get: Callable[[str], torch.Ten
     return names
 
 
-def _from_1(items: Sequence[Any]) -> Iterator[int]:
+def _from_1(items: Sequence[object]) -> Iterator[int]:
     return iter(range(1, len(items) + 1))
 
 
 def _write_file(path: Path, entries: Sequence[Entry], get: Callable[[str], torch.Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
         begin, end = end, end + entry.bytes

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     if options.schema is not None:
         return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
-    from finetune.init import detect, first_row, length, page
+    from finetune.init import config_file, detect, first_row, length
     from finetune.runtime.machine.hardware import survey
 
     machine = survey()
@@ -73,11 +73,11 @@ def run(argv: list[str]) -> int:
     fit = length.fitted(rows)
     if fit.sentence:
         print_line(f"  {fit.sentence}")
-    if (template := page.template(model, rows)) is not None:
+    if (template := config_file.template(model, rows)) is not None:
         print_line("  model.chat_template is {}: {}".format(*template))
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
-    answers = page.Answers(
+    answers = config_file.Answers(
         model=model,
         rows=rows,
         length=fit,
@@ -85,9 +85,9 @@ def run(argv: list[str]) -> int:
         output_dir=output_dir,
         machine=detect.machine_in_words(machine),
     )
-    commands = page.commands(options.file, _launcher(fit.global_batch_size, machine))
+    commands = config_file.commands(options.file, _launcher(fit.global_batch_size, machine))
     schema = options.file.with_name(SCHEMA)
-    text = page.text(answers, schema.name, commands)
+    text = config_file.text(answers, schema.name, commands)
     config = _checked(text)
     write_text(options.file, text)
     _write_schema(schema, overwrite=options.overwrite)
@@ -102,7 +102,7 @@ def run(argv: list[str]) -> int:
             "machine": detect.facts(machine),
             "commands": commands,
         }
-        write_json(options.json, found | {"model": vars(model), "rows": _described(rows), "method": method})
+        write_json(options.json, found | {"model": vars(model), "rows": _describe_rows(rows), "method": method})
     return DONE
 
 
@@ -158,7 +158,7 @@ def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
     def read(name: str) -> Rows:
         try:
             return detect.rows(name, options.columns)
-        except detect.NoFormat as error:
+        except detect.UnknownFormat as error:
             if options.columns or not sys.stdin.isatty():
                 raise
             print_line(f"  These columns are no known format: {', '.join(error.columns)}.")
@@ -223,7 +223,7 @@ def _launcher(batch: int, machine: Hardware) -> list[str]:
     return launch_lines.user_command(world, on_cpu=machine.device == "cpu")
 
 
-def _described(rows: Rows) -> dict[str, object]:
+def _describe_rows(rows: Rows) -> dict[str, object]:
     format = rows.format
     found = {"key": rows.key, "name": rows.name, "description": rows.described, "format": None, "columns": None}
     return found | ({"format": format.name, "columns": dict(format.columns)} if format else {})

@@ -1,4 +1,4 @@
-"""What a configuration is written for: the model, the rows and the GPUs, as far as they are on this machine."""
+"""Detects the model, data and GPUs that a configuration is generated for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.config.schema import DataConfig, ModelConfig
@@ -20,6 +19,7 @@ from finetune.measure import strategy
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import files
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 BYTES_PER_PARAMETER = 2  # bfloat16
@@ -56,10 +56,10 @@ class Rows:
     count: int | None = None  # rows, or pieces of raw text; None of very many, and if they are not read here
     raw: bool = False
     has_tool_calls: bool = False
-    first: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    first: tuple[JsonObject, ...] = field(default=(), repr=False)
 
 
-class NoFormat(UserError):
+class UnknownFormat(UserError):
     """Rows whose columns fit no format; `columns` are theirs."""
 
     def __init__(self, message: str, columns: list[str]):
@@ -130,7 +130,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     except UserError as error:
         guess = formats.suggested(present, [row for row, _ in first]) or {"instruction": "COLUMN", "output": "COLUMN"}
         example = f"--columns {shlex.quote(','.join(f'{field}={column}' for field, column in guess.items()))}"
-        raise NoFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
+        raise UnknownFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
     raw = not is_url(name) and any(sources.is_raw(file) for file in sources.expand([name]))
     count = len(read) + sum(1 for _ in islice(stream, 0 if is_url(name) else COUNTED - len(read)))
     fraction = HELD_OUT if count >= ENOUGH_ROWS else HELD_OUT_OF_FEW if count >= FEW_ROWS else 0.0
@@ -152,7 +152,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     )
 
 
-def _has_tool_calls(row: Mapping[str, Any], format: formats.Format) -> bool:
+def _has_tool_calls(row: Mapping[str, object], format: formats.Format) -> bool:
     lists = (row.get(column) for column in format.columns.values())
     messages = (message for found in lists if isinstance(found, list) for message in found)
     return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
@@ -183,6 +183,6 @@ def machine_in_words(machine: Hardware) -> str:
     return f"{machine.count} x {machine.name}, {machine.memory_gib or 0:.0f} GiB{each}"
 
 
-def facts(machine: Hardware) -> dict[str, Any]:
+def facts(machine: Hardware) -> JsonObject:
     """The machine for JSON."""
     return {"device": machine.device, "name": machine.name, "gpus": machine.count, "memory_gib": machine.memory_gib}

@@ -20,6 +20,7 @@ from finetune.errors import UserError
 from finetune.measure.predict import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Curve, Gradients, Work, all_reduce_curve
 from finetune.runtime import bootstrap
 from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Measurement:
     gradient_bytes:     of each trained parameter, in the order of `model.parameters()`
     """
 
-    facts: dict[str, Any]
+    facts: JsonObject
     when: str
     per_device: int
     global_batch_size: int
@@ -73,12 +74,12 @@ class Measurement:
     bucket_cap_bytes: int
     first_bucket_bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The measurement as JSON."""
         return {"kind": "measurement", **asdict(self)}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Measurement:
+    def from_dict(cls, content: JsonObject) -> Measurement:
         """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`.
 
         Raises:
@@ -178,7 +179,7 @@ def slowest_rank_seconds(
 # --- the measurement cache ------------------------------------------------------------------------------------------
 
 
-def facts(job: Job) -> dict[str, Any]:
+def facts(job: Job) -> JsonObject:
     """Everything that decides the time and memory of a job's micro-batches."""
     import torch
 
@@ -209,7 +210,7 @@ def facts(job: Job) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
-def bucket_limits(extra: dict[str, Any]) -> tuple[int, int]:
+def bucket_limits(extra: JsonObject) -> tuple[int, int]:
     """(cap, first) of DDP's buckets in bytes. An explicit cap also limits the first bucket (torch's
     BucketCapacityConfig); accelerate passes it on if it differs from the default."""
     cap = int(extra.get("ddp_bucket_cap_mb") or 0) * MIB
@@ -221,12 +222,12 @@ def folder() -> Path:
     return bootstrap.cache_folder() / "measurements"
 
 
-def digest(found: dict[str, Any]) -> str:
+def digest(found: JsonObject) -> str:
     """The cache key of facts."""
     return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def keep(measurement: Measurement) -> Path:
+def save(measurement: Measurement) -> Path:
     """Write a measurement to the cache, replacing an older one of the same job."""
     path = folder() / f"job-{digest(measurement.facts)}.json"
     write_json(path, measurement.to_dict())
@@ -236,17 +237,17 @@ def keep(measurement: Measurement) -> Path:
 _OF_A_SIZE = ("training.per_device_train_batch_size", "training.global_batch_size")
 
 
-def _sizes_file(found: dict[str, Any]) -> Path:
+def _sizes_file(found: JsonObject) -> Path:
     shared = {name: value for name, value in found.items() if name not in _OF_A_SIZE}
     return folder() / f"sizes-{digest(shared)}.json"
 
 
-def keep_sizes(found: dict[str, Any], search: dict[str, Any]) -> None:
+def save_sizes(found: JsonObject, search: JsonObject) -> None:
     """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
     write_json(_sizes_file(found), {"kind": "micro-batch sizes", **search})
 
 
-def find_sizes(wanted: dict[str, Any]) -> dict[str, Any] | None:
+def find_sizes(wanted: JsonObject) -> JsonObject | None:
     """The last search for the micro-batch size of this job, at any global batch; None without one."""
     try:
         content = json.loads(_sizes_file(wanted).read_text(encoding="utf-8"))
@@ -257,7 +258,7 @@ def find_sizes(wanted: dict[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def find(wanted: dict[str, Any]) -> tuple[Measurement | None, str]:
+def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
     """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
     path = folder() / f"job-{digest(wanted)}.json"
     if (content := _read(path)) is not None:
@@ -266,7 +267,7 @@ def find(wanted: dict[str, Any]) -> tuple[Measurement | None, str]:
     return None, nearest(wanted, others)
 
 
-def nearest(wanted: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+def nearest(wanted: JsonObject, others: Sequence[JsonObject]) -> str:
     """Why none of the `others` is the job of these facts: what differs in the nearest one."""
     same_model = [other for other in others if _model(other) == _model(wanted)]
     if not same_model:
@@ -275,15 +276,15 @@ def nearest(wanted: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
     return f"the nearest dry run differs in: {', '.join(names)}"
 
 
-def _model(found: dict[str, Any]) -> Any:
+def _model(found: JsonObject) -> object:
     return found.get("model.model_name_or_path")
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differing(one: JsonObject, other: JsonObject) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> JsonObject | None:
     """A measurement file; None if it is missing, damaged or from another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -310,7 +311,7 @@ def comm_file(world_size: int, backend: str, device: str, environment: Mapping[s
     return folder() / f"comm-{backend}-{name}-{world_size}{where}.json"
 
 
-def keep_comm(measured: dict[str, Any], device: str) -> Path:
+def save_comm(measured: JsonObject, device: str) -> Path:
     """Write the result of `bench comm` on devices of this name to the cache."""
     machines = measured.get("machines", 1)
     path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"], machines)
@@ -356,7 +357,7 @@ def read_comm(path: Path) -> dict[int, Curve]:
         ) from None
 
 
-def comm_runs(content: Any) -> Sequence[dict[str, Any]]:
+def comm_runs(content: Any) -> Sequence[JsonObject]:
     """The measurements of single world sizes in a result of `bench comm`.
 
     Raises:

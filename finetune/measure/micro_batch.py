@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,11 @@ from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import scripts
 from finetune.runtime.machine.hardware import memory_outside_torch
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.engine.trainer import SFTTrainer
 
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
 PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
@@ -78,7 +82,7 @@ class HostMemory:
         return process_memory.peak_gib() * 2**30
 
 
-def memory_of(device: str) -> Memory:
+def device_memory(device: str) -> Memory:
     """The memory of this rank's device."""
     return CudaMemory() if device == "cuda" else HostMemory()
 
@@ -139,7 +143,7 @@ def search(
     return [tried[size] for size in ordered if size in tried]
 
 
-def recommended(attempts: Sequence[Attempt], share: Callable[[int], float] = lambda size: 1.0) -> Attempt | None:
+def recommend(attempts: Sequence[Attempt], share: Callable[[int], float] = lambda size: 1.0) -> Attempt | None:
     """The fastest size that fits; of equally fast ones the smallest, because what memory is left costs nothing.
 
     Args:
@@ -163,7 +167,7 @@ def allowed_sizes(job: Job, world_size: int) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0 and size <= max(len(job.layout), 1)]
 
 
-def real_share(job: Job, world_size: int) -> Callable[[int], float]:
+def real_token_share(job: Job, world_size: int) -> Callable[[int], float]:
     """Real tokens among all tokens of the first epoch's micro-batches, by size; 1 for packs, whose padding is the same
     in each."""
 
@@ -182,14 +186,14 @@ def longest_rows(layout: Layout, count: int) -> np.ndarray:
     return np.resize(layout.largest_first(), count)
 
 
-def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
+def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory) -> Attempt:
     """Run forward and backward on the longest rows PASSES times: the second while the gradients of the first are
     held, as under accumulation, the last for its speed. Gradients are freed afterwards, even if memory ran out; the
     generators of random numbers are put back."""
     rows = longest_rows(layout, per_device)
     batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
-    empty(trainer)
+    free_gradients(trainer)
     memory.reset()
     seconds: list[float] = []
     full = False
@@ -205,7 +209,7 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
         except torch.OutOfMemoryError:
             full = True
     peak = memory.peak_bytes()
-    empty(trainer)
+    free_gradients(trainer)
     if full:
         return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
     fits = memory.limit_bytes is None or peak <= memory.limit_bytes
@@ -213,7 +217,7 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
     return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
 
 
-def empty(trainer: Any) -> None:
+def free_gradients(trainer: SFTTrainer) -> None:
     """Free the gradients, and forget what passes outside of a step have left in the trainer."""
     trainer.model.zero_grad(set_to_none=True)
     trainer.step_losses.clear()
@@ -224,16 +228,16 @@ def empty(trainer: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _synchronize(trainer: Any) -> None:
+def _synchronize(trainer: SFTTrainer) -> None:
     if trainer.args.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def summary(
     attempts: Sequence[Attempt], limit_bytes: float, share: Callable[[int], float], sizes: Sequence[int]
-) -> dict[str, Any]:
+) -> JsonObject:
     """The result of a search among `sizes`, for reports, run.json and the cache."""
-    best = recommended(attempts, share)
+    best = recommend(attempts, share)
     fitting = [one.per_device for one in attempts if one.fits]
     return {
         "limit_gib": limit_bytes / 2**30,
@@ -251,7 +255,7 @@ def summary(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class MicroBatchChoice:
     """The micro-batch of a run: rows per device, why, and the seconds that it took to find."""
 
     per_device: int
@@ -259,17 +263,17 @@ class Choice:
     seconds: float = 0.0
     searches: bool = False  # whether the run still searches before its first step
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """For run.json."""
         return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
 
 
-def known(job: Job) -> dict[str, Any] | None:
+def earlier_search(job: Job) -> JsonObject | None:
     """The `summary` of an earlier search of this job, if there is one."""
     return measurements.find_sizes(measurements.facts(job))
 
 
-def choose(job: Job, kept: int | None, world: int) -> Choice:
+def choose(job: Job, kept: int | None, world: int) -> MicroBatchChoice:
     """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     search of this job found. Every rank calls it.
 
@@ -279,31 +283,33 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
     """
     training, now = job.config.training, job.batch.per_device
     if (training.per_device_train_batch_size, training.gradient_accumulation_steps) != (None, None):
-        return Choice(per_device=now, reason="as configured")
+        return MicroBatchChoice(per_device=now, reason="as configured")
     if kept == now:
-        return Choice(per_device=now, reason="as in the checkpoint")
-    if memory_of(job.stack.device).limit_bytes is None:
-        return Choice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
+        return MicroBatchChoice(per_device=now, reason="as in the checkpoint")
+    if device_memory(job.stack.device).limit_bytes is None:
+        return MicroBatchChoice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
-        return Choice(per_device=now, reason="the default of a sharded run")
+        return MicroBatchChoice(per_device=now, reason="the default of a sharded run")
     sizes = allowed_sizes(job, world)
-    attempts = _earlier(job, sizes)
-    best = recommended(attempts, real_share(job, world))
+    attempts = _earlier_attempts(job, sizes)
+    best = recommend(attempts, real_token_share(job, world))
     everywhere = distributed.gather_objects(None if best is None else best.per_device)
     size = everywhere[0]
     if size is not None and set(everywhere) == {size}:  # another machine may have another cache
-        return Choice(per_device=size, reason="the fastest that fits, from an earlier search of this job")
+        return MicroBatchChoice(per_device=size, reason="the fastest that fits, from an earlier search of this job")
     if len(sizes) == 1:
-        return Choice(per_device=now, reason="the only one that the global batch allows")
+        return MicroBatchChoice(per_device=now, reason="the only one that the global batch allows")
     if (steps := total_steps(job)) < WON_BACK_STEPS:
-        return Choice(per_device=now, reason=f"the default: {counted(steps, 'step')} do not win a search back")
-    return Choice(per_device=now, reason="the default", searches=True)
+        return MicroBatchChoice(
+            per_device=now, reason=f"the default: {counted(steps, 'step')} do not win a search back"
+        )
+    return MicroBatchChoice(per_device=now, reason="the default", searches=True)
 
 
-def _earlier(job: Job, sizes: Sequence[int]) -> list[Attempt]:
+def _earlier_attempts(job: Job, sizes: Sequence[int]) -> list[Attempt]:
     """What an earlier search of this job found for these sizes; nothing if it would have gone on to larger ones, had
     its number of ranks allowed them."""
-    found = known(job)
+    found = earlier_search(job)
     if found is None:
         return []
     attempts = [Attempt(**one) for one in found["attempts"]]
@@ -312,7 +318,7 @@ def _earlier(job: Job, sizes: Sequence[int]) -> list[Attempt]:
     return [one for one in attempts if one.per_device in sizes]
 
 
-def find(job: Job, trainer: Any) -> Choice:
+def search_before_first_step(job: Job, trainer: SFTTrainer) -> MicroBatchChoice:
     """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
 
     A further size is tried while the time that the last one saves in so many steps is more than its own trial costs:
@@ -320,11 +326,11 @@ def find(job: Job, trainer: Any) -> Choice:
     its rows.
     """
     began = time.perf_counter()
-    memory = memory_of(job.stack.device)
+    memory = device_memory(job.stack.device)
     world, start = distributed.ranks().world_size, job.batch.per_device
-    share, sizes = real_share(job, world), allowed_sizes(job, world)
+    share, sizes = real_token_share(job, world), allowed_sizes(job, world)
     assert memory.limit_bytes is not None
-    memory.limit_bytes -= bytes_to_come(trainer)
+    memory.limit_bytes -= bytes_not_yet_allocated(trainer)
     tried: list[Attempt] = []
 
     def attempt(size: int) -> Attempt:
@@ -334,16 +340,16 @@ def find(job: Job, trainer: Any) -> Choice:
         return slowest
 
     with activity.during("searching for the micro-batch size"):
-        attempts = search(sizes, start, attempt, lambda: _costs_more(tried, job, world, share))
+        attempts = search(sizes, start, attempt, lambda: _trial_outweighs_gain(tried, job, world, share))
     process_memory.reset()
     found = summary(attempts, memory.limit_bytes, share, sizes)
-    measurements.keep_sizes(measurements.facts(job), found)
+    measurements.save_sizes(measurements.facts(job), found)
     size = found["recommended"] or min(one.per_device for one in attempts)
     reason = f"the fastest that fits of {', '.join(str(one.per_device) for one in attempts)}"
-    return Choice(per_device=size, reason=reason, seconds=time.perf_counter() - began)
+    return MicroBatchChoice(per_device=size, reason=reason, seconds=time.perf_counter() - began)
 
 
-def _costs_more(tried: Sequence[Attempt], job: Job, world: int, share: Callable[[int], float]) -> bool:
+def _trial_outweighs_gain(tried: Sequence[Attempt], job: Job, world: int, share: Callable[[int], float]) -> bool:
     """Whether trying twice the rows costs more than it can save in WON_BACK_STEPS steps."""
     if len(tried) < 2 or not (tried[-1].fits and tried[-2].fits):
         return False  # nothing is known yet, or a size that fits is still to be found
@@ -353,7 +359,7 @@ def _costs_more(tried: Sequence[Attempt], job: Job, world: int, share: Callable[
     return WON_BACK_STEPS * (before - now) / 2 < trial
 
 
-def bytes_to_come(trainer: Any) -> float:
+def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
     """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))

@@ -16,7 +16,8 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from finetune.runtime.types import JsonObject
 
 MIB = 2**20
 # torch.nn.parallel.DistributedDataParallel: by default `bucket_cap_mb` is 25 MiB and the first bucket 1 MiB
@@ -62,7 +63,7 @@ class Curve:
         return t0 * (t1 / t0) ** along
 
 
-def all_reduce_curve(measured: dict[str, Any]) -> Curve:
+def all_reduce_curve(measured: JsonObject) -> Curve:
     """The all-reduce curve in a result of `finetune bench comm` for one world size, from its medians."""
     return Curve(
         points=tuple((one["bytes"], one["seconds"]["median"]) for one in measured["collectives"]["all_reduce"])

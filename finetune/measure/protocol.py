@@ -60,7 +60,7 @@ def summarize(runs: Sequence[Sequence[float]]) -> Summary:
     )
 
 
-def apart(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+def intervals_disjoint(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
     """Whether two intervals (low, high) are disjoint. False if one is None (a single run has no interval)."""
     return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
 
@@ -88,15 +88,15 @@ def modified_z(values: Sequence[float]) -> list[float]:
 def student_t(freedom: int, confidence: float = 0.95) -> float:
     """Two-sided critical value of Student's t at this confidence, for `freedom` >= 1 degrees of freedom."""
     low, high = 0.0, 1.0
-    while _within(high, freedom) < confidence:
+    while _central_probability(high, freedom) < confidence:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _central_probability(middle, freedom) < confidence else (low, middle)
     return high
 
 
-def _within(t: float, freedom: int) -> float:
+def _central_probability(t: float, freedom: int) -> float:
     """P(|T| <= t), exact for integer degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2

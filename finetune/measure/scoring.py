@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.measure import measurements, slices
 from finetune.measure.measurements import slowest_rank_seconds
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.tags import tag
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from finetune.engine.job import Job
     from finetune.measure.measurements import Measurement
     from finetune.measure.slices import Sharded
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 FIELDS = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
 
 
-def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
+def score(job: Job, results: JsonObject) -> JsonObject:
     """The `prediction` of run.json: {source, step_seconds, peak_memory_gib, tokens_per_second_per_gpu}, each of the
     three as {predicted, measured, error} with error = (predicted - measured) / measured. Without a measurement of this
     exact job the three are null and `reason` names what is missing.
@@ -38,7 +41,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     else:
         measured, source = measurements.find(measurements.facts(job))
     if measured is None:
-        return _unknown(source)
+        return _not_scored(source)
     curve = None
     if world > 1:
         backend = "nccl" if job.stack.device == "cuda" else "gloo"
@@ -46,12 +49,16 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
             world, backend, job.hardware.name, os.environ, process_group.machine_count()
         )
         if curve is None:
-            return _unknown(where)
+            return _not_scored(where)
         source = f"{source} and {where}"
-    return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve, sharded), results)}
+    return {
+        "source": source,
+        "reason": None,
+        **compare(*expected_predictions(job, measured, world, curve, sharded), results),
+    }
 
 
-def expected(
+def expected_predictions(
     job: Job, measured: Measurement, world: int, curve: Curve | None, sharded: Sharded | None = None
 ) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
@@ -83,7 +90,7 @@ def expected(
     return typical, one(mean)
 
 
-def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+def compare(typical: Prediction, mean: Prediction, results: JsonObject) -> dict[str, dict[str, float | None]]:
     """Predicted and measured values by field of run.json. Pure."""
     pairs = {
         "step_seconds": (typical.step_seconds, results["step_seconds_median"]),
@@ -96,7 +103,7 @@ def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> d
     }
 
 
-def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
+def write(writer: SummaryWriter | None, prediction: JsonObject, step: int) -> None:
     """Write to TensorBoard: the errors as scalars, the rest as text. `writer` is None on ranks that do not log."""
     if writer is None:
         return
@@ -112,7 +119,7 @@ def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
     writer.add_text("6 prediction", "\n".join([*lines, "", f"from {prediction['source']}"]), step)
 
 
-def sentence(prediction: dict[str, Any]) -> str:
+def sentence(prediction: JsonObject) -> str:
     """The comparison as one sentence, for the end of a run."""
     if prediction["reason"]:
         return f"The prediction is not scored: {prediction['reason']}."
@@ -120,5 +127,5 @@ def sentence(prediction: dict[str, Any]) -> str:
     return f"Prediction against measurement: {', '.join(errors)}." if errors else "Too few steps to score a prediction."
 
 
-def _unknown(reason: str) -> dict[str, Any]:
+def _not_scored(reason: str) -> JsonObject:
     return {"source": None, "reason": reason, **dict.fromkeys(FIELDS)}

@@ -22,7 +22,7 @@ from finetune.engine.optimizer import state_bytes
 from finetune.runtime import files
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
-# What files of weights that are in 4 bits already have beside each: its scales and tables.
+# Scales and tables that files of 4-bit weights have next to each weight.
 _BESIDE = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$")
 
 
@@ -37,7 +37,7 @@ class Sizes:
     root: int
 
 
-def sizes(folder: Path) -> Sizes | None:
+def read_sizes(folder: Path) -> Sizes | None:
     """The sizes of a model in safetensors files; None if there are none, or no layers in them."""
     layers: dict[str, int] = {}
     outside: list[tuple[int, list[int]]] = []  # numbers and shape of each tensor
@@ -120,17 +120,17 @@ def gathered_bytes(found: Sizes, stored: Storage) -> float:
     return 2 * found.layer * stored.layer_gathered + found.outside * stored.outside_gathered
 
 
-def reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
-    """Bytes beside activations while a layer's gradients are reduced: what is gathered, the gradients of the layer and
-    of the root, and the layer's in float32, whole and this rank's part; the latter also in the weights' type. The layer
-    before has freed its copy."""
+def bytes_reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
+    """Bytes other than activations while a layer's gradients are reduced: what is gathered, the gradients of the layer
+    and of the root, and the layer's in float32, whole and this rank's part; the latter also in the weights' type. The
+    layer before has freed its copy."""
     if not stored.full:
         return gathered_bytes(found, stored)
     layer = found.layer * (stored.layer_gathered + 4 + stored.reduced(stored.layer) / world_size)
     return gathered_bytes(found, stored) + layer + found.root * stored.outside_gathered
 
 
-def reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
+def bytes_reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
     """Bytes at the end of the backward pass, while the root's gradients are reduced: all gradients outside of layers,
     an embedding of its own that is still gathered, and the root's gradients in float32 as in `reducing_a_layer`."""
     if not stored.full:
@@ -141,7 +141,7 @@ def reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
 
 def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
     """Memory of a rank without activations, in bytes."""
-    most = max(reducing_a_layer(found, world_size, stored), reducing_the_root(found, world_size, stored))
+    most = max(bytes_reducing_a_layer(found, world_size, stored), bytes_reducing_the_root(found, world_size, stored))
     return math.ceil(kept_bytes(found, world_size, stored) + most)
 
 
@@ -154,7 +154,7 @@ def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stor
     return None
 
 
-def why_not(config: Config) -> str | None:
+def why_not_sharded(config: Config) -> str | None:
     """Why this configuration cannot be sharded; None if it can."""
     from dataclasses import replace
 

@@ -21,27 +21,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.measure import measurements, sharding
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work
 from finetune.runtime.files import read_json, write_json
+from finetune.runtime.types import JsonObject
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
 GRADIENT_BYTES = 4  # gradients are reduced in float32
 _PER_LAYER = ("layer_types",)  # lists in a config with an entry per layer
 
 
-def counts(layers: int) -> tuple[int, int] | None:
+def slice_layers(layers: int) -> tuple[int, int] | None:
     """Layers of the two slices of a model; None if it has too few to be worth cutting."""
     if layers < 3:
         return None
     return (2, 4) if layers > 4 else (1, 2)
 
 
-def layers_of(folder: Path) -> int | None:
+def layer_count(folder: Path) -> int | None:
     """The number of layers in a model's config.json; None if it does not say."""
     try:
         config = read_json(folder / "config.json")
@@ -51,7 +51,7 @@ def layers_of(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def write(source: Path, layers: int, folder: Path) -> Path:
+def write_slice(source: Path, layers: int, folder: Path) -> Path:
     """A model with only the first `layers` layers of `source`: its config, and links to its files. What the files have
     beyond is not read by transformers."""
     folder.mkdir()
@@ -91,12 +91,12 @@ class Sharded:
     layer_bytes: float | None
     reduces_once: bool
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The measurement as JSON."""
         return {"kind": "sharded", **asdict(self), "whole": self.whole.to_dict()}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Sharded:
+    def from_dict(cls, content: JsonObject) -> Sharded:
         """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
         names = ("layers", "activation_bytes", "fixed_bytes", "layer_bytes", "reduces_once")
         return cls(
@@ -115,15 +115,15 @@ class Sharded:
         return kept
 
     def moments(self, world_size: int) -> list[tuple[float, float]]:
-        """The moments of a step that may need the most beside that: (bytes, bytes that grow with the tokens). They are
+        """The moments of a step that may need the most in addition: (bytes, bytes that grow with the tokens). They are
         the loss, with the activations of all layers; the backward pass of the last layer, with what it recomputes and
         gradients of about the same size; and the reduction of the root, when there are no activations left."""
         given = self.sizes, world_size, self.stored
         in_a_layer = self.fixed_bytes if self.layer_bytes is None else min(self.fixed_bytes, 2 * self.layer_bytes)
         return [
             (sharding.gathered_bytes(self.sizes, self.stored), self.activation_bytes + self.fixed_bytes),
-            (sharding.reducing_a_layer(*given), self.activation_bytes + in_a_layer),
-            (sharding.reducing_the_root(*given), 0.0),
+            (sharding.bytes_reducing_a_layer(*given), self.activation_bytes + in_a_layer),
+            (sharding.bytes_reducing_the_root(*given), 0.0),
         ]
 
     def peak_bytes(self, world_size: int) -> float:
@@ -174,7 +174,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
     )
 
 
-def sharded(
+def from_slices(
     few: Measurement,
     more: Measurement,
     saved: Sequence[int],
@@ -198,7 +198,7 @@ def sharded(
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
     held = stored.kept(slices[1] * sizes.layer, sizes.outside)
-    if stored.gathered is not None:  # on one device autocast keeps all weights in that type, too
+    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
         held += stored.gathered * (slices[1] * sizes.layer + sizes.outside)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
@@ -224,7 +224,7 @@ def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) ->
     """
     exposed = communication = 0.0
     if curve is not None and world_size > 1:
-        exposed, communication = gathered(found, work, curve)
+        exposed, communication = communication_seconds(found, work, curve)
     optimizer = work.optimizer_seconds / world_size  # each rank updates its part
     step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
     return Prediction(
@@ -239,7 +239,7 @@ def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) ->
     )
 
 
-def gathered(found: Sharded, work: Work, curve: Curve) -> tuple[float, float]:
+def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[float, float]:
     """Exposed and total seconds of communication of a step.
 
     The first all-gather of a pass and the last reduce-scatter have nothing to hide behind; the others take longer than
@@ -288,21 +288,21 @@ def longest_document(measured: Sharded, tokens: int, memory_bytes: float | None,
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def file(facts: dict[str, Any]) -> Path:
+def cache_file(facts: JsonObject) -> Path:
     """Where the measurement of a job in slices is kept."""
     return measurements.folder() / f"shard-{measurements.digest(facts)}.json"
 
 
-def keep(found: Sharded) -> Path:
+def save(found: Sharded) -> Path:
     """Write to the cache, replacing an older one of the same job."""
-    path = file(found.whole.facts)
+    path = cache_file(found.whole.facts)
     write_json(path, found.to_dict())
     return path
 
 
-def find(facts: dict[str, Any]) -> tuple[Sharded | None, str]:
+def find(facts: JsonObject) -> tuple[Sharded | None, str]:
     """The measurement of this job in slices and its file; or None and the reason."""
-    path = file(facts)
+    path = cache_file(facts)
     if (found := _read(path)) is not None:
         return found, str(path)
     others = [one.whole.facts for one in map(_read, measurements.folder().glob("shard-*.json")) if one is not None]

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
@@ -23,6 +22,7 @@ from finetune.redact import redact_arguments
 from finetune.runtime import files, launch_lines, scripts
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -58,7 +58,9 @@ def apply(config: Config) -> None:
     gpus = visible_gpus()
     decision = decide(config, gpus) if strategy == "auto" else all_gpus(config, gpus)
     sharded = ", each with a part of the model (shard)" if decision.shards else ""
-    print_line(f"training.strategy {strategy}: {devices(decision.world_size)}{sharded}, because {decision.reason}")
+    print_line(
+        f"training.strategy {strategy}: {describe_ranks(decision.world_size)}{sharded}, because {decision.reason}"
+    )
     if decision.world_size > 1:
         relaunch(decision)
 
@@ -75,8 +77,9 @@ def check_launch(world: int, decision: Decision) -> None:
             "were launched. Set training.strategy to shard, or start one process with `python -m finetune.train ...`."
         )
     if decision.world_size != world:
+        ranks = describe_ranks(decision.world_size)
         print_line(
-            f"warning: training.strategy auto would take {devices(decision.world_size)}, because {decision.reason}. "
+            f"warning: training.strategy auto would take {ranks}, because {decision.reason}. "
             f"The {world} launched ranks continue; start `python -m finetune.train ...` to let it choose.",
             style="yellow",
         )
@@ -94,7 +97,7 @@ def decide(config: Config, gpus: int) -> Decision:
         )
     measure = "`finetune advise` can measure it"
     if gpus < 2:
-        return Decision(world_size=1, reason=f"{_too_few(gpus)}; {measure}", environment={})
+        return Decision(world_size=1, reason=f"{_why_one_device(gpus)}; {measure}", environment={})
     world = largest_world(config, gpus)
     batch = resolve_batch(config.training, world, config.data).global_batch_size
     count = parameter_count(str(config.model.model_name_or_path), config.model.revision) if not config.demo else None
@@ -118,7 +121,7 @@ def all_gpus(config: Config, gpus: int) -> Decision:
         return Decision(world_size=world, reason=reason, environment={})
     reason = f"the global batch does not divide exactly over any number of GPUs from 2 to {gpus}"
     if gpus < 2:
-        reason = _too_few(gpus)
+        reason = _why_one_device(gpus)
     return Decision(world_size=1, reason=f"{reason}: falling back to one", environment={})
 
 
@@ -133,12 +136,12 @@ def largest_world(config: Config, gpus: int) -> int:
     return 1
 
 
-def devices(count: int) -> str:
+def describe_ranks(count: int) -> str:
     """The number of ranks in words."""
     return "one device" if count == 1 else counted(count, "rank")
 
 
-def _too_few(gpus: int) -> str:
+def _why_one_device(gpus: int) -> str:
     return "one GPU is visible" if gpus else "no GPU is visible"
 
 
@@ -150,7 +153,7 @@ def relaunch(decision: Decision) -> None:
 
     Environment variables that the user has set keep their values.
     """
-    target, arguments = given_command()
+    target, arguments = training_command()
     if decision.shards:
         arguments = [*arguments, "--training.strategy", "shard"]  # the last one counts
     command = [*launch_lines.torchrun(decision.world_size), *target, *arguments]
@@ -160,7 +163,7 @@ def relaunch(decision: Decision) -> None:
     os.execve(command[0], command, {**decision.environment, **os.environ})
 
 
-def given_command() -> tuple[list[str], list[str]]:
+def training_command() -> tuple[list[str], list[str]]:
     """What a launcher must start to train as this command was asked: the module or script, and its arguments."""
     if (script := scripts.running_script()) is not None:
         return script[:1], script[1:]
@@ -215,7 +218,7 @@ def advice_file(config: Config, gpus: int) -> Path:
     return cache_folder() / "measurements" / f"advice-{key}.json"
 
 
-def find_advice(config: Config, gpus: int) -> dict[str, Any] | None:
+def find_advice(config: Config, gpus: int) -> JsonObject | None:
     """The cached advice of `finetune advise`; None if there is none, or if it can no longer be launched here."""
     try:
         advice = json.loads(advice_file(config, gpus).read_text(encoding="utf-8"))

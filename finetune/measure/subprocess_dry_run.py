@@ -1,4 +1,4 @@
-"""A dry run in a process of its own, on the first device."""
+"""A dry run in a separate process, on the first device."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, subprocesses
 from finetune.runtime.machine import cpu_threads
+from finetune.runtime.types import JsonObject
 
 
-def report_of(
+def run(
     target: Sequence[str],
     arguments: Sequence[str],
     *,
     on_gpu: bool,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The report of a dry run.
 
     Args:

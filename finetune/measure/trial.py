@@ -9,24 +9,28 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
+from finetune.engine.monitoring.run_logger import RunLogger
 from finetune.engine.optimizer import eight_bit
 from finetune.engine.session import Build, build_trainer
-from finetune.engine.trainer import set_learning_rate
+from finetune.engine.trainer import SFTTrainer, set_learning_rate
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
-from finetune.measure.micro_batch import Memory, longest_rows, memory_of
+from finetune.measure.micro_batch import Memory, device_memory, longest_rows
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
+from finetune.runtime.types import JsonObject
+
+T = TypeVar("T")
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows of typical lengths
@@ -39,7 +43,7 @@ EVALUATED_ROWS = 64  # longest held-out rows: enough to see that evaluation work
 # --- the steps ------------------------------------------------------------------------------------------------------
 
 
-class InOrder(Plan):
+class SequentialPlan(Plan):
     """A plan without shuffling."""
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -51,7 +55,7 @@ class TrialJob(Job):
 
     def plan(self) -> Plan:
         plan = super().plan()
-        return InOrder(
+        return SequentialPlan(
             costs=plan.costs,
             label_tokens=plan.label_tokens,
             global_batch_size=self.batch.global_batch_size,
@@ -77,7 +81,7 @@ def typical_micro_batches(job: Job, count: int) -> np.ndarray:
     return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
 
 
-def settled(steps: Sequence[Any]) -> Sequence[Any]:
+def after_warm_up(steps: Sequence[T]) -> Sequence[T]:
     """The typical steps that count: all but the first WARM_UP, which still compile and tune kernels, and at least the
     last ENOUGH."""
     return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
@@ -95,7 +99,9 @@ class TimeBudget(TrainerCallback):
         """Whether the limit is reached."""
         return time.monotonic() > self._limit
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self.over or state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
 
@@ -103,8 +109,8 @@ class TimeBudget(TrainerCallback):
 # --- what a forward pass keeps, and what always stays --------------------------------------------------------------
 
 
-def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
-    """Bytes that a forward pass on the longest rows keeps for the backward pass, beside the parameters: what autograd
+def saved_bytes(trainer: SFTTrainer, layout: Layout, per_device: int) -> int:
+    """Bytes that a forward pass on the longest rows keeps for the backward pass, without the parameters: what autograd
     saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
     rows = longest_rows(layout, per_device)
     batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
@@ -123,11 +129,11 @@ def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
     found = sum(storage.nbytes() for storage in kept.values())
     del loss
     kept.clear()
-    micro_batch.empty(trainer)
+    micro_batch.free_gradients(trainer)
     return found
 
 
-def saved_bytes_without_checkpointing(trainer: Any, layout: Layout, per_device: int) -> int | None:
+def saved_bytes_without_checkpointing(trainer: SFTTrainer, layout: Layout, per_device: int) -> int | None:
     """The same if nothing is recomputed in the backward pass; None if that does not fit on the device."""
     on = [module for module in trainer.model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
@@ -135,19 +141,20 @@ def saved_bytes_without_checkpointing(trainer: Any, layout: Layout, per_device: 
             module.gradient_checkpointing = False
         return saved_bytes(trainer, layout, per_device)
     except torch.OutOfMemoryError:
-        micro_batch.empty(trainer)
+        micro_batch.free_gradients(trainer)
         return None
     finally:
         for module in on:
             module.gradient_checkpointing = True
 
 
-def holds_its_state(trainer: Any) -> bool:
+def training_state_fits(trainer: SFTTrainer) -> bool:
     """Whether weights, gradients and the optimizer state fit on the device together, without any activations.
     Afterwards weights and optimizer state remain allocated, as in training, even if no step was completed before.
 
     The weights are not changed: gradients are zero, and so is the learning rate.
     """
+    assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         set_learning_rate(group, 0.0)
     try:
@@ -159,7 +166,7 @@ def holds_its_state(trainer: Any) -> bool:
     except torch.OutOfMemoryError:
         return False
     finally:
-        micro_batch.empty(trainer)
+        micro_batch.free_gradients(trainer)
 
 
 # --- the whole trial ------------------------------------------------------------------------------------------------
@@ -170,8 +177,8 @@ class Trial:
     """A trainer on the trial's rows, ready to `train()`, and its instruments."""
 
     job: Job
-    trainer: Any
-    logger: Any
+    trainer: SFTTrainer
+    logger: RunLogger
     memory: Memory
     budget: TimeBudget
     tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
@@ -188,7 +195,7 @@ class Trial:
         Args:
             started: start of the process, in seconds since the Unix epoch.
         """
-        typical = settled(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
+        typical = after_warm_up(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical
@@ -200,7 +207,8 @@ class Trial:
         forwards = [seconds for _, step in typical for seconds in step["forward"]]
         backwards = [seconds for _, step in typical for seconds in step["backward"]]
         accumulation = self.tokens.shape[1]
-        job, plan = self.job, self.job.plan()
+        job, plan, first_step_at = self.job, self.job.plan(), self.logger.first_step_at
+        assert first_step_at is not None
         batch = job.batch
         world_sizes = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
         cap, first = measurements.bucket_limits(job.config.training.extra)
@@ -218,7 +226,7 @@ class Trial:
             data_seconds=median(sum(step["data"]) for _, step in typical) / accumulation,
             optimizer_seconds=median(sum(step["optimizer"]) for _, step in typical),
             other_seconds=median(sum(step["other"]) for _, step in typical),
-            start_up_seconds=self.logger.first_step_at - started,
+            start_up_seconds=first_step_at - started,
             compute_seconds={
                 str(world): float(
                     slowest_rank_seconds(
@@ -243,15 +251,16 @@ class Trial:
             # In full fine-tuning the trainer lets DDP hold the gradients in its buckets. The first step holds them
             # twice; the optimizer state, allocated later, takes at least as much memory with most optimizers.
             as_bucket_view=job.config.model.full_finetuning
-            and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
+            and optimizer_state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
         )
 
 
-def _state_bytes(trainer: Any) -> int:
+def optimizer_state_bytes(trainer: SFTTrainer) -> int:
     """Bytes of the optimizer state."""
+    assert trainer.optimizer is not None
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
     return sum(eight_bit.local_bytes(value) for value in values if torch.is_tensor(value))
 
@@ -263,10 +272,7 @@ def _parameter_count(job: Job) -> int:
     return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
 
 
-def _some_rows(layout: Any) -> Any:
-    """The longest held-out rows, of each set."""
-    if layout is None or isinstance(layout, Mapping):
-        return layout and {name: _some_rows(one) for name, one in layout.items()}
+def _longest_of(layout: Layout) -> Layout:
     return layout.take(longest_rows(layout, min(EVALUATED_ROWS, len(layout))))
 
 
@@ -294,14 +300,19 @@ def prepare(
         eval_steps=0,
         resume_from_checkpoint=False,
     )
+    held_out = job.eval_layout
+    if isinstance(held_out, Mapping):
+        longest = {name: _longest_of(one) for name, one in held_out.items()}
+    else:
+        longest = None if held_out is None else _longest_of(held_out)
     # Losses are read once, at the end: logging costs a host-device sync, and most steps of a real run do not log.
     logging = replace(job.config.logging, logging_steps=len(tokens), profile_steps=0)
-    fields: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    fields: JsonObject = {name: getattr(job, name) for name in job.__dataclass_fields__}
     fields |= dict(
         config=replace(job.config, training=training, logging=logging),
         batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
-        eval_layout=_some_rows(job.eval_layout),
+        eval_layout=longest,
     )
     trial = TrialJob(**fields)
     built = build(trial, folder)
@@ -315,7 +326,7 @@ def prepare(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        memory=memory or memory_of(job.stack.device),
+        memory=memory or device_memory(job.stack.device),
         budget=budget,
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

@@ -16,18 +16,22 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from finetune.config import Config, ConfigError, fixed, resolve_batch
+from finetune.config import Config, ConfigError, resolve_batch, with_fixed_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
 from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
+
+if TYPE_CHECKING:
+    import torch
 
 PURPOSE = (
     "Check that your configuration gives the same result on any number of GPUs: run its first optimizer steps on each"
@@ -101,15 +105,15 @@ def run(argv: list[str]) -> int:
     most = max(options.world_sizes)  # whose global batch the others have too
     if script:
         scripts.check(script[0])
-        cases = cases_of_script(options.world_sizes, options.strategies)
+        cases = script_cases(options.world_sizes, options.strategies)
     else:
         config = load_config(rest, command="parity")
-        config = replace(config, training=fixed(config.training, most, config.data))
-        cases = cases_of(config, options.world_sizes, options.strategies)
+        config = replace(config, training=with_fixed_batch(config.training, most, config.data))
+        cases = configuration_cases(config, options.world_sizes, options.strategies)
     first, arguments = cases[0], [str(most), *(script or rest)]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         folders = {case: Path(folder) / f"{case.world_size}-{case.strategy}" for case in cases}
-        runs = {case: start(case, out, options.steps, options.without, arguments) for case, out in folders.items()}
+        runs = {case: run_case(case, out, options.steps, options.without, arguments) for case, out in folders.items()}
         found = [compare(folders[first], folders[case], case.world_size, case.strategy) for case in cases[1:]]
     print_comparison(runs[first], found)
     proven = not any(one.failures for one in found)
@@ -131,7 +135,7 @@ class Case(NamedTuple):
     backend: str  # the same for all runs; empty for that of a script
 
 
-def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> list[Case]:
+def configuration_cases(config: Config, world_sizes: list[int], strategies: list[str]) -> list[Case]:
     """The runs to compare, the reference first. On one rank there is nothing to shard: it runs once.
 
     Raises:
@@ -152,7 +156,7 @@ def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> l
     return cases
 
 
-def cases_of_script(world_sizes: list[int], strategies: list[str]) -> list[Case]:
+def script_cases(world_sizes: list[int], strategies: list[str]) -> list[Case]:
     """The same for a script, whose ranks find out what it cannot be run with."""
     return _cases(world_sizes, strategies or ["ddp"], "transformers" if "shard" in strategies else "")
 
@@ -168,7 +172,7 @@ def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[
     return list(cases)
 
 
-def start(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
+def run_case(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> JsonObject:
     """Run one case and return the content of its run.json.
 
     Args:
@@ -223,7 +227,7 @@ class Products:
         return math.sqrt(self.apart / self.first) if self.first else math.inf
 
     @classmethod
-    def of(cls, a: Any, b: Any) -> Products:
+    def of(cls, a: torch.Tensor, b: torch.Tensor) -> Products:
         """Products of two vectors."""
         apart = a - b
         return cls(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float(apart @ apart))
@@ -317,7 +321,7 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
     )
 
 
-def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
+def print_comparison(reference: JsonObject, found: list[Comparison]) -> None:
     """Print a table of all comparisons, then every failure with the tensors that differ most."""
     sharded = ", sharded," if reference.get("sharding") else ""
     title = (

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from finetune.config import Config, fixed, load
+from finetune.config import Config, load, with_fixed_batch
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.types import ScriptTrainer
 
 
 def main(hooks: Hooks = NO_HOOKS) -> int:
@@ -26,25 +26,25 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
     out, steps, without, strategy, backend, most, *arguments = sys.argv[1:]
     left_out = [name for name in without.split(",") if name]
 
-    def of_configuration(config: Config, hooks: Hooks) -> int:
+    def from_configuration(config: Config, hooks: Hooks) -> int:
         # The ranks are already launched.
-        training = fixed(config.training, int(most), config.data)
+        training = with_fixed_batch(config.training, int(most), config.data)
         training = replace(training, strategy="shard" if strategy == "shard" else None)
         model = replace(config.model, backend=backend or config.model.backend)
         config = replace(config, training=training, model=model)
         return run(config, Path(out), int(steps), left_out, hooks)
 
-    def of_trainer(trainer: Any) -> int:
+    def from_trainer(trainer: ScriptTrainer) -> int:
         trainer.train_for_parity(Path(out), int(steps), int(most))
         return DONE
 
     def start() -> int:
         if not scripts.is_script(arguments[0] if arguments else ""):
-            return of_configuration(load(arguments), hooks)
+            return from_configuration(load(arguments), hooks)
         chosen = {"training.strategy": strategy, "model.backend": backend}
         answer = scripts.Answer(
-            trainer=of_trainer,
-            configuration=of_configuration,
+            trainer=from_trainer,
+            configuration=from_configuration,
             without=tuple(left_out),
             overrides=tuple(f"{key}={value}" for key, value in chosen.items() if value),
         )

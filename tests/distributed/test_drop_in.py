@@ -50,7 +50,7 @@ def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, t
 def test_ranks_with_other_rows_are_refused(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     done = run(2, tiny_model, tiny_data, tmp_path / "out", "--split_without_seed")
     assert done.returncode != 0
-    assert "rank 1 brings other rows than rank 0: `train_dataset` differs" in done.stdout
+    assert "rank 1 has different rows from rank 0: `train_dataset` differs" in done.stdout
     assert "train_test_split(seed=42)" in done.stdout
     assert not (tmp_path / "out").exists()
 

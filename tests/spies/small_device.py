@@ -47,7 +47,7 @@ def main() -> int:
 
     if full == 0:
         torch.optim.AdamW.step = no_room
-    trial.memory_of = lambda device: memory
+    trial.device_memory = lambda device: memory
     return train_with(watch)
 
 

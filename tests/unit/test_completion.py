@@ -82,7 +82,7 @@ def test_the_options_are_those_of_the_help(command: str, capsys: pytest.CaptureF
         "--help",
         "--section",
     }
-    assert helped == {flag for flag in completion.options_of(command).flags} | {"--json"}
+    assert helped == {flag for flag in completion.command_options(command).flags} | {"--json"}
 
 
 def test_unknown_shells(capsys: pytest.CaptureFixture[str]) -> None:

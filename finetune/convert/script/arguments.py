@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 
-from finetune.config.arguments import CONFIG, TRAINER, former, rows
+from finetune.config.arguments import CONFIG, TRAINER, former_names, rows
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import sft_fields
 from finetune.convert.analysis.names import Program
@@ -170,7 +170,7 @@ class Arguments:
         bound = self._only_value(args) if isinstance(args, ast.Name) else args
         config = next((one for one in configs if one is bound), None)
         if config is not None and not _spreads(config):
-            given = {former().get(str(item.arg), str(item.arg)): item.value for item in config.keywords}
+            given = {former_names().get(str(item.arg), str(item.arg)): item.value for item in config.keywords}
             of_unsloth = self.unsloth and self.program.dotted(config.func).endswith("SFTConfig")
             defaults = _DEFAULT_OF_UNSLOTH if of_unsloth else _DEFAULT_BATCH
             factors = [given.get(name, ast.Constant(default)) for name, default in defaults.items()]

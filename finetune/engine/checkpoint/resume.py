@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch, scaled_learning_rate
-from finetune.config.batch import fixed, grows_with_world_size
+from finetune.config.batch import grows_with_world_size, with_fixed_batch
 from finetune.data import ORDER
 from finetune.engine import preflight, record
 from finetune.engine.checkpoint import checkpoints
@@ -246,7 +246,7 @@ def batch_of(config: Config, manifest: Mapping[str, Any], world_size: int) -> Ba
     if not (isinstance(had, dict) and had.keys() >= names and all(type(had[name]) is int for name in names)):
         return resolve_batch(training, world_size, config.data)
     if grows_with_world_size(training) and had["world_size"] > 0:
-        then = fixed(training, had["world_size"], config.data)
+        then = with_fixed_batch(training, had["world_size"], config.data)
         if then.global_batch_size == had["global_batch_size"]:  # else the user has changed a factor
             training = then
     found = resolve_batch(training, world_size, config.data)

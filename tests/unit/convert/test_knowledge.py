@@ -64,13 +64,13 @@ def test_full_names(kind, yes, no):
 
 def test_arguments_are_those_of_the_installed_libraries():
     """Independent of the table: the signatures. What is renamed or moved has its new name there. The fields of
-    SFTConfig: test_config.py."""
+    SFTConfig: test_arguments.py."""
     config, trainer = set(SFTConfig.__dataclass_fields__), set(inspect.signature(SFTTrainer).parameters)
     table = arguments.rows(arguments.TRAINER)
     gone = {name for name, row in table.items() if row.moved or row.now is not None}
     assert not gone & trainer and set(table) - gone == trainer - {"self"}
     assert {row.now for row in table.values()} - {None, ""} <= trainer
-    assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former())
+    assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former_names())
 
 
 def test_the_docs_print_the_tables():

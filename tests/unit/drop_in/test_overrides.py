@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from finetune.config.arguments import OF_SCRIPT
+from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.load import overrides
 from finetune.config.schema import KEYS, ConfigError
 from finetune.errors import UserError
-from tests.unit.drop_in.test_drop_in import losses, make, model  # noqa: F401  # fixtures
+from tests.helpers.drop_in import losses
 
 
 def given(monkeypatch: pytest.MonkeyPatch, *pairs: str) -> None:
@@ -23,27 +23,27 @@ def given(monkeypatch: pytest.MonkeyPatch, *pairs: str) -> None:
 
     words = [word for pair in pairs for word in ("--finetune", pair)]
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
-    monkeypatch.setattr(trainer, "OVERRIDES", overrides.take())
+    monkeypatch.setattr(trainer, "OVERRIDES", overrides.take_from_argv())
 
 
 def test_they_are_taken_out_of_the_command_line(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:  # noqa: F811
-    from finetune.drop_in.overrides import take
+    from finetune.drop_in.overrides import take_from_argv
 
     words = ["--rank", "8", "--finetune", "training.learning_rate=1e-4", "x", "--finetune=data.max_length=7"]
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
-    assert take().values == {"training.learning_rate": 1e-4, "data.max_length": 7}
+    assert take_from_argv().values == {"training.learning_rate": 1e-4, "data.max_length": 7}
     assert sys.argv == ["script.py", "--rank", "8", "x"]
 
 
 def test_help_lists_every_key(monkeypatch: pytest.MonkeyPatch, capsys: Any, make: Callable[..., Any]) -> None:  # noqa: F811
-    from finetune.drop_in.overrides import take
+    from finetune.drop_in.overrides import take_from_argv
 
     monkeypatch.setattr(sys, "argv", ["script.py", "--finetune", "help"])
     with pytest.raises(SystemExit) as ended:
-        take()
+        take_from_argv()
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(f"  {key} " in shown for key in OF_SCRIPT)
+    assert all(f"  {key} " in shown for key in SCRIPT_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_every_key_is_one_of_ours_and_names_a_field_of_sft_config() -> None:
     import trl
 
     fields = {one.name for one in dataclasses.fields(trl.SFTConfig)}
-    assert OF_SCRIPT.keys() <= KEYS.keys()
-    assert {name for name in OF_SCRIPT.values() if name} <= fields
+    assert SCRIPT_KEYS.keys() <= KEYS.keys()
+    assert {name for name in SCRIPT_KEYS.values() if name} <= fields
 
 
 # A value of each key that sets an argument of SFTConfig, as text, and what the argument becomes.
@@ -117,7 +117,7 @@ def test_a_value_is_that_of_sft_config(
     text, value = VALUES[key]
     given(monkeypatch, f"{key}={text}")
     found = make().given
-    name = OF_SCRIPT.get(key) or key.partition(".")[2]
+    name = SCRIPT_KEYS.get(key) or key.partition(".")[2]
     if name != "dtype":
         assert getattr(found, name) == value
     assert key != "training.num_train_epochs" or found.max_steps == -1
@@ -188,7 +188,7 @@ def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  #
 
     from finetune.config import Config
     from finetune.config.schema import ModelConfig
-    from finetune.drop_in.backbone import adapter_as_configured
+    from finetune.drop_in.backbone import engine_lora_config
     from finetune.engine.model.loading import with_adapter
 
     for chosen in (
@@ -197,9 +197,7 @@ def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  #
         LoraConfig(target_modules={"q_proj"}, rank_pattern={"q_proj": 2}, init_lora_weights="gaussian", use_dora=True),
     ):
         chosen.task_type = "CAUSAL_LM"
-        settings = Config(
-            model=ModelConfig(model_name_or_path=str(model)), lora=adapter_as_configured(chosen, str(model))
-        )
+        settings = Config(model=ModelConfig(model_name_or_path=str(model)), lora=engine_lora_config(chosen, str(model)))
         weights = []
         for make_adapter, how in ((get_peft_model, chosen), (with_adapter, settings)):
             torch.manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.measure import micro_batch
-from finetune.measure.micro_batch import Attempt, recommended, search, try_size
+from finetune.measure.micro_batch import Attempt, recommend, search, try_size
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
 
@@ -50,10 +50,10 @@ def test_the_smallest_of_the_fastest_is_recommended() -> None:
     def one(size: int, speed: float, fits: bool = True) -> Attempt:
         return Attempt(per_device=size, fits=fits, peak_bytes=1.0, tokens_per_second=speed)
 
-    assert recommended([one(2, 99.5), one(4, 100), one(8, 500, fits=False)]).per_device == 2  # 1 % is noise
-    assert recommended([one(2, 98), one(4, 100)]).per_device == 4
-    assert recommended([one(2, 98), one(4, 100)], share={2: 1.0, 4: 0.9}.__getitem__).per_device == 2  # padded rows
-    assert recommended([one(2, 1, fits=False)]) is None
+    assert recommend([one(2, 99.5), one(4, 100), one(8, 500, fits=False)]).per_device == 2  # 1 % is noise
+    assert recommend([one(2, 98), one(4, 100)]).per_device == 4
+    assert recommend([one(2, 98), one(4, 100)], share={2: 1.0, 4: 0.9}.__getitem__).per_device == 2  # padded rows
+    assert recommend([one(2, 1, fits=False)]) is None
 
 
 class FakeMemory:
@@ -167,7 +167,7 @@ def on_a_device(runs: Runs, speeds: dict[int, float], full: int = 100) -> list[i
 
     memory = types.SimpleNamespace(limit_bytes=1e12, reset=lambda: None, peak_bytes=lambda: 1e6)
     runs.monkeypatch.setattr(micro_batch, "try_size", try_size)
-    runs.monkeypatch.setattr(micro_batch, "memory_of", lambda device: memory)
+    runs.monkeypatch.setattr(micro_batch, "device_memory", lambda device: memory)
     runs.monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
     return asked
 

@@ -37,7 +37,7 @@ def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     whole = build(6, tmp_path / "whole")
-    folder = slices.write(tmp_path / "whole", 2, tmp_path / "slice")
+    folder = slices.write_slice(tmp_path / "whole", 2, tmp_path / "slice")
     part = AutoModelForCausalLM.from_pretrained(folder)
     expected = {
         name: value for name, value in whole.state_dict().items() if ".layers." not in name or ".layers.0." in name
@@ -50,7 +50,7 @@ def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layers", "expected"), [(2, None), (3, (1, 2)), (4, (1, 2)), (5, (2, 4)), (80, (2, 4))])
 def test_how_many_layers_are_measured(layers: int, expected: tuple[int, int] | None) -> None:
-    assert slices.counts(layers) == expected
+    assert slices.slice_layers(layers) == expected
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_an_embedding_that_is_not_the_head_is_no_part_of_the_root(tied: bool, tm
         tie_word_embeddings=tied,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    found = sharding.sizes(tmp_path)
+    found = sharding.read_sizes(tmp_path)
     assert found is not None and found.root == 50 * 64 + 64  # the head and the last norm
     assert found.outside == found.root + (0 if tied else 50 * 64)
 
@@ -239,7 +239,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     LlamaForCausalLM(config).save_pretrained(plain)
     packed.mkdir()
     write_nf4(packed, config, torch.device("cpu"))
-    assert sharding.sizes(packed) == sharding.sizes(plain)
+    assert sharding.read_sizes(packed) == sharding.read_sizes(plain)
 
 
 def test_what_is_gathered_and_what_of_it_shows() -> None:
@@ -247,16 +247,16 @@ def test_what_is_gathered_and_what_of_it_shows() -> None:
     work = measured(4).work(8)
     assert work.accumulation == 1
     slow = replace(work, compute_seconds=4 * 40.0)  # a layer: 10 s forward, 30 s backward
-    exposed, total = slices.gathered(sharded(), slow, curve)
+    exposed, total = slices.communication_seconds(sharded(), slow, curve)
     # Forward: what is outside and the first layer. Backward: the last layer's gather, the reduction of the first one
     # and of what is outside.
     assert exposed == 2 + 1 + 2
     assert total == 1 + 4 * 1 + 4 * 2 + 1
     fast = replace(work, compute_seconds=0.0)
-    assert slices.gathered(sharded(), fast, curve)[0] == total
+    assert slices.communication_seconds(sharded(), fast, curve)[0] == total
     twice = replace(fast, accumulation=2)
-    assert slices.gathered(sharded(), twice, curve)[1] == 2 * total
-    assert slices.gathered(sharded(reduces_once=True), twice, curve)[1] == total + (1 + 4 + 4)
+    assert slices.communication_seconds(sharded(), twice, curve)[1] == 2 * total
+    assert slices.communication_seconds(sharded(reduces_once=True), twice, curve)[1] == total + (1 + 4 + 4)
 
 
 def test_a_step_of_several_ranks() -> None:
@@ -281,11 +281,11 @@ def test_activations_come_from_what_is_saved() -> None:
         command="train",
     )  # fmt: skip
     sizes = sharding.Sizes(total=440, layer=10, outside=40, root=40)
-    found = slices.sharded(measured(2), measured(4), [50, 90], [150, 450], (2, 4), 32, config, sizes, True)
+    found = slices.from_slices(measured(2), measured(4), [50, 90], [150, 450], (2, 4), 32, config, sizes, True)
     assert found.activation_bytes == 32 * 20
     assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
     assert found.layer_bytes == 150
-    full = slices.sharded(measured(2), measured(4), [50, 90], [150, None], (2, 4), 32, config, sizes, True)
+    full = slices.from_slices(measured(2), measured(4), [50, 90], [150, None], (2, 4), 32, config, sizes, True)
     assert full.layer_bytes is None
 
 
@@ -315,7 +315,7 @@ def test_memory_of_two_gpus_is_predicted_from_above_and_closely(
 def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     found = sharded()
-    path = slices.keep(found)
+    path = slices.save(found)
     assert slices.find(found.whole.facts) == (found, str(path))
     other = found.whole.facts | {"device": "y"}
     assert slices.find(other) == (None, "the nearest dry run differs in: device")

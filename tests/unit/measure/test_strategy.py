@@ -186,7 +186,7 @@ def test_the_same_command_again(monkeypatch: Any, argv: list[str], expected: Any
     spec = None if name is None else type("Spec", (), {"name": name})
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     monkeypatch.setattr(sys, "argv", argv)
-    assert strategy.given_command() == expected
+    assert strategy.training_command() == expected
 
 
 def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:

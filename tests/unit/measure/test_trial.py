@@ -18,11 +18,11 @@ from finetune.errors import RunError
 from finetune.measure import measurements, micro_batch, scoring, trial
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
 from finetune.measure.predict import MIB
-from tests.unit.advise.test_advise import configuration, measurement
+from tests.helpers.advise import configuration, measurement
 
 
 def trainer_with(optimizer: Any) -> Any:
-    """As much of a trainer as `holds_its_state` uses."""
+    """As much of a trainer as `training_state_fits` uses."""
     model = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)
     return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), step_losses=[])
@@ -35,7 +35,7 @@ def test_the_optimizers_state_is_held_as_in_training(kind: Any) -> None:
     plain = trainer.optimizer
     # Accelerate's does nothing between the micro-batches of a step.
     trainer.optimizer = types.SimpleNamespace(optimizer=plain, param_groups=plain.param_groups, step=lambda: None)
-    assert trial.holds_its_state(trainer)
+    assert trial.training_state_fits(trainer)
     other = trainer_with(lambda parameters: kind(parameters, lr=0.5, weight_decay=0.1))
     other.optimizer.step()  # an ordinary one
     (state,), (ordinary,) = (list(one.state.values()) or [{}] for one in (plain, other.optimizer))
@@ -44,7 +44,7 @@ def test_the_optimizers_state_is_held_as_in_training(kind: Any) -> None:
     }
     assert torch.equal(trainer.model.weight, before) and trainer.model.weight.grad is None
     # Whether DDP's first step, with its buckets made twice, stays below the steps that follow.
-    holds_more = trial._state_bytes(types.SimpleNamespace(optimizer=plain)) >= trainer.model.weight.nbytes
+    holds_more = trial.optimizer_state_bytes(types.SimpleNamespace(optimizer=plain)) >= trainer.model.weight.nbytes
     assert holds_more is (kind is torch.optim.AdamW)
 
 
@@ -54,7 +54,7 @@ def test_a_device_may_be_full_without_any_row() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     trainer = trainer_with(Full)
-    assert not trial.holds_its_state(trainer)
+    assert not trial.training_state_fits(trainer)
     assert trainer.model.weight.grad is None
 
 
@@ -173,7 +173,7 @@ def test_a_measurement_is_found_by_its_facts_and_a_miss_is_explained(tmp_path: P
     facts = {"model.model_name_or_path": "m", "device": "NVIDIA L4", "data": "1"}
     assert "no dry run of this model" in measurements.find(facts)[1]
     kept = Measurement(**{**measurement().__dict__, "facts": facts})
-    path = measurements.keep(kept)
+    path = measurements.save(kept)
     assert measurements.find(facts) == (kept, str(path))
     assert measurements.find(facts | {"data": "2"}) == (None, "the nearest dry run differs in: data")
     assert "no dry run of this model" in measurements.find(facts | {"model.model_name_or_path": "other"})[1]
@@ -223,4 +223,4 @@ def test_a_score_in_tensorboard() -> None:
 
 @pytest.mark.parametrize(("taken", "counted"), [(40, range(10, 40)), (12, range(6, 12)), (6, range(6)), (3, range(3))])
 def test_the_beginning_does_not_count_where_enough_is_left(taken: int, counted: range) -> None:
-    assert list(trial.settled(range(taken))) == list(counted)
+    assert list(trial.after_warm_up(range(taken))) == list(counted)

@@ -223,7 +223,7 @@ ROWS = ("--model.model_name_or_path", "m", "--data.train_file", "t.jsonl", "--da
         ),
         (("--logging.metric", "a:b", "--logging.trust_code", "--data.eval_file", "null"), "no rows are held out"),
         (("--logging.report_to", "wanb"), "unknown: wanb. Nearest is wandb. Use tensorboard, wandb"),
-        (("--logging.report_to", "[wandb, all]"), "only to services that are named"),
+        (("--logging.report_to", "[wandb, all]"), "must name each service"),
     ],
 )
 def test_the_configuration_refuses(arguments: tuple[str, ...], expected: str) -> None:

@@ -198,6 +198,9 @@ def test_the_dry_run_tries_whether_its_state_fits() -> None:
     optimizer = trained(model, 0)
     trainer: Any = SimpleNamespace(model=model, optimizer=optimizer, step_losses=[], _step_loss=None)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    assert trial.holds_its_state(trainer)
+    assert trial.training_state_fits(trainer)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert trial._state_bytes(trainer) - memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer == 5 * 4  # type: ignore[operator]
+    assert (
+        trial.optimizer_state_bytes(trainer) - memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer
+        == 5 * 4
+    )  # type: ignore[operator]

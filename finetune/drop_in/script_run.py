@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -15,7 +14,7 @@ from transformers import TrainerState
 from finetune import review
 from finetune.config import Config
 from finetune.drop_in import settings
-from finetune.drop_in.names import in_script
+from finetune.drop_in.names import with_script_names
 from finetune.engine import run, session
 from finetune.engine.checkpoint import best, checkpoints, resume
 from finetune.engine.job import Job
@@ -24,16 +23,18 @@ from finetune.engine.monitoring.callbacks import FirstGradients, Profile, StopOn
 from finetune.engine.monitoring.run_logger import Dashboard, RunLogger
 from finetune.engine.record import RunRecord
 from finetune.engine.session import Build
+from finetune.engine.trainer import SFTTrainer
 from finetune.errors import UserError
 from finetune.measure import micro_batch, scoring
 from finetune.runtime import startup
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import activity, distributed, interrupt
+from finetune.runtime.types import JsonObject
 
 _NOTHING = {"eval_loss": None, "exact_match": None}
 
 
-class OfScript(run.Door):
+class ScriptRun(run.Door):
     """One call of a trainer's `train`. The script's callbacks and its log see what they see with TRL, and the script
     goes on afterwards.
 
@@ -45,31 +46,38 @@ class OfScript(run.Door):
     resume_with = "trainer.train(resume_from_checkpoint=True)"
 
     def named(self, text: str) -> str:
-        return in_script(text)
+        return with_script_names(text)
 
-    def __init__(self, trainer: Any, train: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        job: Job,
+        take_batch: Callable[[JsonObject], None],
+        train: Callable[..., object],
+    ) -> None:
         """
         Args:
+            take_batch: takes the step of a checkpoint's manifest.
             train: the engine's `train` of this trainer, which the script's own class may call otherwise.
         """
-        self._trainer, self._train = trainer, train
+        self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
 
     def above(self) -> run.Above:
         return run.Above(micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
-        job, trainer, training = self._trainer.job, self._trainer, config.training
+        job, trainer, training = self._job, self._trainer, config.training
         job.config = config
         resuming = bool(training.resume_from_checkpoint)
         checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
         checkpoints.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
-        trainer.keep_batch(start.found.manifest)
+        self._take_batch(start.found.manifest)
         config = job.config = replace(config, training=settings.with_batch(training, job.batch))
         job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 
-    def finished(self, job: Job, start: resume.Start) -> dict[str, Any] | None:
+    def finished(self, job: Job, start: resume.Start) -> JsonObject | None:
         """Only with a checkpoint: the script goes on with the trained weights.
 
         Raises:
@@ -80,13 +88,13 @@ class OfScript(run.Door):
             raise UserError(
                 f"resume_from_checkpoint=True: {output_dir} holds a finished run, and no checkpoint. Load its model "
                 "from there, or leave resume_from_checkpoint out: train() then starts a new run, and moves this one to "
-                "a folder beside it."
+                "a folder next to it."
             )
         if start.found.path is None or start.found.step < self._trainer.total_steps:
             return None
         return super().finished(job, start)
 
-    def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> Any:
+    def leave_finished(self, job: Job, start: resume.Start, done: JsonObject) -> object:
         return self._train(str(start.found.path))  # no step is left: it loads the weights
 
     def take_folder(self, job: Job, start: resume.Start) -> None:
@@ -118,10 +126,10 @@ class OfScript(run.Door):
             for callback in own:
                 trainer.remove_callback(callback)
 
-    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+    def train(self, trainer: object, checkpoint: str | None, *, rebuild: bool) -> object:
         return self._train(checkpoint, rebuild=rebuild)
 
-    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[dict[str, Any], None]:
+    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[JsonObject, None]:
         """Unseen by the script's callbacks and its log. A signal meanwhile must not cost the script its model."""
         trainer, logger = built.trainer, built.logger
         held_out = trainer.eval_layout
@@ -138,14 +146,14 @@ class OfScript(run.Door):
                     losses[name] = metrics[f"eval_{name}_loss" if name else "eval_loss"]
         return _NOTHING | {"eval_loss": losses if isinstance(held_out, Mapping) else losses[""]}, None
 
-    def save(self, trainer: Any, output_dir: Path) -> None:
+    def save(self, trainer: object, output_dir: Path) -> None:
         """Left to the script, whose `save_model` adds `final_files` to run.json."""
 
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         """Nothing: the script goes on."""
 
 
-def _evaluated(trainer: Any, logger: RunLogger) -> dict[str, float]:
+def _evaluated(trainer: SFTTrainer, logger: RunLogger) -> dict[str, float]:
     """The losses by name of each set that this run has evaluated with the weights it ended with."""
     found = best.summary(trainer)
     step = found["step"] if found is not None and found["loaded"] else trainer.state.global_step
@@ -159,7 +167,14 @@ class TrlMetrics(transformers.TrainerCallback):
     def __init__(self, logger: RunLogger) -> None:
         self._logger = logger
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: transformers.TrainingArguments,
+        state: TrainerState,
+        control: transformers.TrainerControl,
+        logs: JsonObject | None = None,
+        **kwargs: object,
+    ) -> None:
         if logs is None or "loss" not in logs:
             return
         metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}

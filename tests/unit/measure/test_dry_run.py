@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune import dryrun
 from finetune.config import Config
+from finetune.measure import dry_run
 
 
 def test_a_dry_run_that_cannot_measure_ends(
@@ -17,14 +17,14 @@ def test_a_dry_run_that_cannot_measure_ends(
 ) -> None:
     ended = threading.Event()
     codes: list[int] = []
-    monkeypatch.setattr(dryrun.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    monkeypatch.setattr(dry_run.os, "_exit", lambda code: (codes.append(code), ended.set()))
     (folder := tmp_path / ".dry-run-x").mkdir()
-    with dryrun.ended_after(0.01, Config(json=tmp_path / "dry.json"), folder):
+    with dry_run.time_limit(0.01, Config(json=tmp_path / "dry.json"), folder):
         assert ended.wait(30)
     assert codes == [1] and not folder.exists()
     verdict = json.loads((tmp_path / "dry.json").read_text())
     assert verdict["go"] is False and "too slow for these rows" in verdict["reason"]
     assert "NO-GO: nothing could be measured within" in capsys.readouterr().out
-    with dryrun.ended_after(60, Config(), folder):
+    with dry_run.time_limit(60, Config(), folder):
         pass
     assert codes == [1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.config.load import dump_setting
 from finetune.init.detect import CONVERSATIONS, Model, Rows
@@ -145,6 +144,6 @@ def _comment(text: str) -> str:
     return "# " + "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _line(key: str, value: Any, comment: str) -> str:
+def _line(key: str, value: object, comment: str) -> str:
     line = f"  {dump_setting(key, value)}"
     return f"{line:{COMMENT_COLUMN}} # {comment}" if comment else line

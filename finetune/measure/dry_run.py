@@ -1,0 +1,258 @@
+"""Drives the trial of a dry run: trains on the longest rows and on typical ones, searches for the largest micro-batch,
+and checks that what is saved is what was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from finetune.config import Config
+from finetune.data.templates.encoder import Encoded, preview
+from finetune.engine import session
+from finetune.engine.checkpoint import checkpoints
+from finetune.engine.job import Job
+from finetune.errors import RunError
+from finetune.measure import measurements, micro_batch, slices
+from finetune.measure.dry_run_report import TrialResult
+from finetune.measure.measurements import Measurement
+from finetune.measure.micro_batch import Attempt
+from finetune.measure.predict import predict
+from finetune.measure.trial import (
+    ENOUGH,
+    LIMIT_SECONDS,
+    WORST_STEPS,
+    Trial,
+    saved_bytes,
+    saved_bytes_without_checkpointing,
+    training_state_fits,
+)
+from finetune.runtime import bootstrap
+from finetune.runtime.command import FAILED, console, print_line
+from finetune.runtime.files import write_json
+from finetune.runtime.types import JsonObject
+from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.engine.trainer import SFTTrainer
+
+
+def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
+    """Train on the longest rows and on typical ones, search for the largest micro-batch that fits, then save, zero,
+    reload and compare the weights.
+
+    Raises:
+        RunError: a loss is not finite, the disk is full, or weights differ after reloading.
+    """
+    trainer, logger = trial.trainer, trial.logger
+    full, measured, results = "", None, JsonObject()
+    try:
+        with logger:
+            trial.memory.reset()
+            with session.out_of_memory(trial.job):
+                trainer.train()
+            if len(trial.steps) <= WORST_STEPS:
+                raise RunError(_too_slow(trial))
+            measured, results = trial.measure(psutil.Process().create_time()), logger.results()
+            with session.out_of_memory(trial.job):
+                if trial.job.eval_layout is not None and not trial.budget.over:
+                    trainer.evaluate()
+    except RunError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        full = str(error)  # not the error itself: its frames keep the memory allocated
+    if full or measured is None:
+        if not training_state_fits(trial.trainer):
+            reason = (
+                "weights, gradients and optimizer state fill the device before any row is processed; "
+                "`finetune advise` searches for settings that fit."
+            )
+            facts = {"out_of_memory": True, "state_fits": False}
+            return TrialResult(go=False, reason=f"{full} Tried: {reason}", measured=facts)
+        sizes = search_micro_batch(trial, world, start=None)
+        facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
+        return TrialResult(go=False, reason=_too_large(full, sizes), measured=facts)
+    rows = trial.job.layout, trial.job.batch.per_device
+    kept = saved_bytes(trainer, *rows) if slices.is_slice() else None
+    all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
+    saved = None
+    if kept is None:  # slices are of no other run
+        saved = measurements.save(measured)  # before the search, which may end badly
+    sizes = search_micro_batch(trial, world, start=trial.job.batch.per_device)
+    check_reload(trainer, folder / "saved")
+    results |= {
+        "longest_row_tokens": int(trial.job.layout.tokens.max()),
+        "master_weights": trial.job.master_weights.to_dict(),
+        "memory": memory_report(trial, measured),
+        "step": seconds_by_phase(measured),
+        "micro_batches": micro_batch_times(trial),
+        "projection": projection(measured, world),
+        "micro_batch_search": sizes,
+        "measurement": measured.to_dict(),
+        "measurement_file": saved and str(saved),
+        "saved_bytes": kept,
+        "saved_bytes_without_checkpointing": all_kept,
+    }
+    return TrialResult(go=True, reason=None, measured=results)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, config: Config, folder: Path) -> Iterator[None]:
+    """Context that ends this process with NO-GO if it takes longer: one step of a large model on a CPU can take hours,
+    and nothing else interrupts it.
+
+    Args:
+        folder: temporary files, which are removed.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        if done.wait(seconds):
+            return
+        reason = (
+            f"nothing could be measured within {seconds / 60:.0f} minutes: this device is too slow for these rows. "
+            "Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use a GPU."
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        print_line(f"NO-GO: {reason}", style="red")
+        if config.json:
+            write_json(config.json, {"go": False, "reason": reason})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILED)  # the main thread may be inside a matrix product
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _too_slow(trial: Trial) -> str:
+    return (
+        f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of {WORST_STEPS + ENOUGH} steps: too few "
+        "to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use "
+        "a GPU."
+    )
+
+
+def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:
+    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use."""
+    outside = getattr(trial.memory, "outside_bytes", None)
+    return {
+        "peak_gib": measured.peak_memory_bytes / 2**30,
+        "device_gib": None if measured.memory_bytes is None else measured.memory_bytes / 2**30,
+        "limit_gib": None if trial.memory.limit_bytes is None else trial.memory.limit_bytes / 2**30,
+        "held_by_others_gib": None if outside is None else outside / 2**30,
+    }
+
+
+def seconds_by_phase(measured: Measurement) -> dict[str, float]:
+    """Mean seconds per optimizer step on one device, by phase."""
+    work = measured.work(1)
+    return {
+        "forward": work.compute_seconds * (1 - work.backward_share),
+        "backward": work.compute_seconds * work.backward_share,
+        "data": work.data_seconds,
+        "optimizer": work.optimizer_seconds,
+        "other": work.other_seconds,
+    }
+
+
+def micro_batch_times(trial: Trial) -> list[dict[str, float]]:
+    """Each measured micro-batch: tokens including padding, seconds of the forward and the backward pass."""
+    return [
+        {"tokens": size, "forward": forward, "backward": backward}
+        for sizes, step in zip(trial.tokens.tolist(), trial.steps, strict=False)
+        for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
+    ]
+
+
+def projection(measured: Measurement, world: int) -> JsonObject:
+    """The predicted run on one device, and the number of devices in the launch line."""
+    one = predict(measured.work(1), 1, None)
+    return {
+        "steps": measured.steps,
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "start_up_seconds": measured.start_up_seconds,
+        "hours_on_one_device": one.hours,
+        "devices_of_the_launch_line": world,
+    }
+
+
+def search_micro_batch(trial: Trial, world: int, start: int | None) -> JsonObject:
+    """Search for the largest micro-batch that fits; `start` is a size that fits, None if the current one does not."""
+    memory, job = trial.memory, trial.job
+    if slices.is_slice():
+        return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
+    sizes = allowed = micro_batch.allowed_sizes(job, world)
+    if memory.limit_bytes is None:
+        return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
+    if start is None:
+        sizes = [size for size in sizes if size < job.batch.per_device]
+    if not sizes or sizes == [start]:
+        return {"attempts": [], "reason": "the settings allow no other size"}
+
+    def attempt(size: int) -> Attempt:
+        with console().status(f"trying {counted(size, 'row')} per micro-batch"):
+            return micro_batch.try_size(trial.trainer, job.layout, size, memory)
+
+    attempts = micro_batch.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
+    if not attempts:
+        return {"attempts": [], "reason": f"not searched, because {LIMIT_SECONDS / 60:.0f} minutes were over"}
+    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_token_share(job, world), allowed)
+    measurements.save_sizes(measurements.facts(job), found)  # a run takes the fastest of them
+    return found
+
+
+def _too_large(message: str, sizes: JsonObject) -> str:
+    if sizes.get("flag"):
+        return (
+            f"{message} Tried: the largest micro-batch that fits has {counted(sizes['largest_that_fits'], 'row')} "
+            f"({sizes['flag']})."
+        )
+    if sizes["attempts"]:
+        return f"{message} Tried: no smaller micro-batch fits either; `finetune advise` searches for settings that fit."
+    return message
+
+
+def check_reload(trainer: SFTTrainer, folder: Path) -> None:
+    """Save the trained weights, zero them in memory, load them from disk and compare.
+
+    Raises:
+        RunError: they differ.
+    """
+    model = trainer.model
+    with checkpoints.no_space(folder.parent, "the trained weights"), trainer.keeping_dtypes():
+        trainer.save_model(str(folder))
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    with bootstrap.errors_only():  # transformers warns that a tied head is missing from the file
+        trainer._load_from_checkpoint(str(folder))
+    parameters = dict(model.named_parameters())
+    bad = [name for name, value in trained.items() if not torch.equal(parameters[name].detach(), value)]
+    if bad:
+        raise RunError(
+            f"After saving and loading, {len(bad)} of {len(trained)} trained tensors differ (the first is {bad[0]}): "
+            "a saved model would not match the trained one. Please report this with the output of `finetune doctor`."
+        )
+
+
+def show_example(job: Job) -> None:
+    """Print one row with its supervised tokens marked."""
+    ids, labels = job.data.train[0]
+    console().print("One training row; supervised tokens are marked:", highlight=False)
+    example = Encoded(input_ids=ids, labels=labels)
+    print_line(preview(example, job.tokenizer, color=console().is_terminal))

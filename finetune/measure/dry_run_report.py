@@ -1,0 +1,166 @@
+"""The report of a dry run: go or no-go, the figures, and the command that launches the real run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from finetune.config import Config
+from finetune.engine.checkpoint import checkpoints
+from finetune.measure import strategy
+from finetune.measure.slices import Sharded
+from finetune.redact import redact_arguments, redact_tree
+from finetune.runtime import launch_lines, scripts
+from finetune.runtime.command import console, print_line
+from finetune.runtime.files import write_json
+from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES
+from finetune.runtime.options import without_json
+from finetune.runtime.types import JsonObject
+from finetune.text import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """The result of a dry run. `reason` is None for go."""
+
+    go: bool
+    reason: str | None
+    measured: JsonObject
+
+
+def print_report(config: Config, outcome: TrialResult, line: str) -> None:
+    """Print go or no-go, with the measurements and the launch line of the real run."""
+    if config.training.strategy == "shard":
+        print_line(
+            "warning: training.strategy is shard, and this dry run measures the whole model on one device: it has too "
+            "few layers to measure slices of it. A sharded run needs less memory per GPU, and gathers weights.",
+            style="yellow",
+        )
+    if outcome.go:
+        console().print(table(outcome.measured))
+        for note in notes(outcome.measured):
+            print_line(note)
+        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
+        print_line(f"  {line}")
+    else:
+        print_line(f"NO-GO: {outcome.reason}", style="red")
+    if held := checkpoints.existing_run(Path(config.training.output_dir)):
+        training = config.training
+        if outcome.go and not (training.resume_from_checkpoint or training.overwrite_output_dir):
+            print_line(f"warning: {checkpoints.holds_a_run(training.output_dir, held)}", style="yellow")
+    if config.json:
+        verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
+        write_json(config.json, redact_tree(verdict))
+
+
+def table(measured: JsonObject) -> Table:
+    """The measured figures."""
+    memory, step, whole = measured["memory"], measured["step"], measured["projection"]
+    shown = Table(title="Dry run", title_justify="left", show_header=False)
+    shown.add_row("longest row", f"{counted(measured['longest_row_tokens'], 'token')}")
+    device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
+    shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
+    parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
+    shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
+    shown.add_row("throughput, one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
+    length = f"{counted(whole['steps'], 'step')} in {duration(3600 * whole['hours_on_one_device'])}"
+    shown.add_row("whole run, one device", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
+    if measured["collectives"]:
+        found = measured["collectives"]
+        shown.add_row(f"all-reduce over {counted(found['world_size'], 'GPU')}", found["message"])
+    losses = measured["losses"]
+    shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
+    shown.add_row("saved and reloaded", "equal")
+    return shown
+
+
+def notes(measured: JsonObject) -> list[str]:
+    """Recommendations and warnings that follow from the figures."""
+    sizes, memory = measured["micro_batch_search"], measured["memory"]
+    lines = []
+    if not sizes["attempts"]:
+        lines.append(f"Micro-batch size: {sizes['reason']}.")
+    elif sizes["largest_that_fits"] is None:
+        lines.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (80% of the memory).")
+    else:
+        tried = ", ".join(_attempt(one) for one in sizes["attempts"])
+        lines.append(
+            f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (80% of the memory): {tried}. The largest that fits "
+            f"is {sizes['largest_that_fits']}. Recommended: {sizes['flag']}"
+        )
+        if sizes["recommended"] != measured["measurement"]["per_device"]:
+            lines.append("A run that leaves the size open takes it: repeat the dry run to measure the job with it.")
+    if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
+        lines.append("warning: peak memory is above 80% of the GPU memory; fragmentation may still end the run.")
+    if (memory["held_by_others_gib"] or 0.0) * 2**30 > NOTABLE_OUTSIDE_BYTES:
+        lines.append(
+            f"warning: other processes use {memory['held_by_others_gib']:.1f} GiB of this GPU, so these timings may be "
+            "slower than on an idle GPU."
+        )
+    return lines
+
+
+def _attempt(one: JsonObject) -> str:
+    if one["peak_bytes"] is None:
+        return f"{one['per_device']} out of memory"
+    speed = f"{one['tokens_per_second']:,.0f} tokens/s" if one["tokens_per_second"] else "not timed"
+    return f"{one['per_device']} {one['peak_bytes'] / 2**30:.1f} GiB {speed}"
+
+
+def duration(seconds: float) -> str:
+    """A duration in hours, minutes or seconds."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
+
+
+def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[int, int], line: str) -> None:
+    """The figures as a table, and go or no-go."""
+    kept = result["sharded"]["activation_gib"]
+    console().print(f"Measured with {cut[0]} and {cut[1]} of {found.layers} layers on one device:", highlight=False)
+    print_line(
+        f"activations on the longest rows ({counted(result['longest_row_tokens'], 'token')}): {kept['layers']:.2f} GiB "
+        f"in the layers, {kept['outside']:.2f} GiB outside them"
+    )
+    shown = Table(title="Sharded", title_justify="left")
+    for name in ("GPUs", "GiB on each", "step, ms", "of it waiting", "tokens/s", "longest row that fits"):
+        shown.add_column(name, justify="right")
+    for row in result["sharded"]["rows"]:
+        waits, longest = row["exposed_seconds"], row["longest_row_tokens"]
+        shown.add_row(
+            str(row["world_size"]),
+            f"{row['peak_memory_gib']:.2f}" + ("" if row["fits"] else " (does not fit)"),
+            f"{1e3 * row['step_seconds']:,.1f}" + ("" if waits is not None else " + communication"),
+            "not measured" if waits is None else f"{1e3 * waits:,.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            "-" if longest is None else f"{longest:,}",
+        )
+    console().print(shown)
+    if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
+        print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
+    if result["go"]:
+        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
+        print_line(f"  {line}")
+    else:
+        print_line(f"NO-GO: {result['reason']}.", style="red")
+    if config.json:
+        write_json(config.json, redact_tree(result | {"launch": line}))
+
+
+def launch_line(world: int) -> str:
+    """The command that launches the real run on `world` devices with the given arguments."""
+    import torch
+
+    target, given = strategy.training_command()
+    if scripts.running_script() is None:  # a script's arguments are its own
+        given = training_arguments(given)
+    launcher = launch_lines.user_command(world, on_cpu=not torch.cuda.is_available())
+    return shlex.join([*launcher, *target, *redact_arguments(given)])
+
+
+def training_arguments(arguments: list[str]) -> list[str]:
+    """The arguments of a dry run without those that make it one."""
+    return [word for word in without_json(arguments) if word not in ("--dry-run", "--dry_run")]

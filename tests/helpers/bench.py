@@ -1,0 +1,26 @@
+"""What the tests of bench share."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from finetune.runtime.machine import hardware
+from tests.helpers.nvml import Card, install
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how: Any) -> hardware.Hardware:
+    pairs = dict.fromkeys(itertools.combinations(range(count), 2), link)
+    install(monkeypatch, how.pop("cards", [Card(hides_switch=True)] * count), pairs, **how)
+    return hardware.survey()
+
+
+def on_cpu() -> dict[str, Any]:
+    bare = {"device": "cpu", "name": "x", "count": 0, "memory_gib": None, "peak_bf16_tflops": None, "peak_reason": ""}
+    return {**bare, "cpu_cores": 2, "ram_gib": 8.0, "gpus": (), "links": ()}
+
+
+def figure(seconds: float) -> dict[str, Any]:
+    return {"mean": seconds, "median": seconds, "ci95": [0.9 * seconds, 1.1 * seconds], "runs": 5, "n": 9, "removed": 1}

@@ -1,0 +1,176 @@
+"""Tests of finetune/advise/candidates.py."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import advise
+from finetune.advise import candidates
+from finetune.advise.candidates import DryRunner, DryRunResult
+from finetune.config import load
+from finetune.errors import UserError
+from finetune.measure.measurements import Measurement
+from tests.helpers.advise import FULL, OFF, SIZE, DryRuns, FakeBench, configuration, measurement
+
+
+def test_a_measurement_of_an_earlier_version_is_read() -> None:
+    content = measurement().to_dict()
+    assert Measurement.from_dict(content) == measurement()
+    content["global_size"] = content.pop("global_batch_size")
+    assert Measurement.from_dict(content) == measurement()
+
+
+def config(folder: Path, *extra: str):
+    return load(configuration(folder, *extra), command="advise")
+
+
+def test_better_settings_of_one_device_come_first(tmp_path: Path) -> None:
+    base = DryRunResult(measured=measurement(), recommended=16)
+    bench = FakeBench(
+        {
+            "--data.packing true": DryRunResult(measured=measurement(step=0.4, packed=True)),
+            OFF: DryRunResult(measured=measurement(step=0.8)),
+            f"{SIZE} 16": DryRunResult(measured=measurement(step=0.99, per_device=16)),  # 1 %: noise
+        }
+    )
+    found = candidates.improvements(config(tmp_path), bench, base)
+    assert [one.change.name for one in found] == ["packing", "no checkpointing"]
+    assert found[0].factor == pytest.approx(2.5) and not found[0].change.same_result
+    # Packing changes what a step is: it is told, and not put into the launch line.
+    assert candidates.choose_changes(bench, found) == tuple(OFF.split())
+
+
+def test_fewer_rows_at_a_time_may_be_faster(tmp_path: Path) -> None:
+    """Else one device would be compared with two that have smaller micro-batches, and these would get the credit."""
+    sizes = {4: 0.5, 16: 0.9}
+    bench = FakeBench(
+        {f"{SIZE} {n}": DryRunResult(measured=measurement(step=t, per_device=n)) for n, t in sizes.items()}
+    )
+    found = candidates.improvements(config(tmp_path), bench, DryRunResult(measured=measurement()))
+    assert [one.change.name for one in found] == ["4 rows at a time"]  # of two sizes the better
+    assert candidates.choose_changes(bench, found) == (SIZE, "4")
+    fixed = config(tmp_path, "--training.gradient_accumulation_steps", "2")
+    assert candidates.other_micro_batches(fixed, DryRunResult(measured=measurement())) == []
+
+
+def test_faster_settings_are_taken_together_only_where_that_is_faster(tmp_path: Path) -> None:
+    base = DryRunResult(measured=measurement(), recommended=16)
+    singles = {
+        OFF: DryRunResult(measured=measurement(step=0.8)),
+        f"{SIZE} 16": DryRunResult(measured=measurement(step=0.9, per_device=16)),
+    }
+    for together, expected in ((0.7, f"{OFF} {SIZE} 16"), (0.85, OFF)):
+        both = {f"{OFF} {SIZE} 16": DryRunResult(measured=measurement(step=together, per_device=16))}
+        bench = FakeBench(singles | both)
+        found = candidates.improvements(config(tmp_path), bench, base)
+        assert " ".join(candidates.choose_changes(bench, found)) == expected
+    full = FakeBench(singles)  # both together do not fit
+    assert " ".join(candidates.choose_changes(full, candidates.improvements(config(tmp_path), full, base))) == OFF
+
+
+def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) -> None:
+    bench = FakeBench({f"{SIZE} {n}": DryRunResult(measured=measurement(per_device=n)) for n in (1, 2, 4, 8)})
+    found = candidates.measure_at_world_sizes(config(tmp_path), bench, measurement(), (), [1, 2, 3, 4, 16])
+    assert [one if isinstance(one, str) else one.per_device for one in found.values()][:2] == [8, 8]
+    assert f"{SIZE} 8" not in bench.asked  # what was measured already; ranks on a CPU share it, and are measured anew
+    bench.cpu_cores = 2
+    assert (
+        candidates.measure_at_world_sizes(config(tmp_path), bench, measurement(), (), [2])[2]
+        and bench.asked[-1] == f"{SIZE} 8"
+    )
+    assert "the global batch does not fit 3 devices" in str(found[3])
+    assert isinstance(found[4], Measurement) and found[4].per_device == 4
+    assert isinstance(found[16], Measurement) and found[16].per_device == 1
+
+
+def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes is missing, say: no reason to give no advice. The configuration as given has to be sound."""
+
+    def refused(*args: Any, **kw: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(args, 2, stdout="", stderr="error: model.load_in_4bit needs bitsandbytes\n")
+
+    monkeypatch.setattr(candidates.subprocess_dry_run.subprocesses, "run", refused)
+    bench = DryRunner(arguments=[])
+    assert bench.try_out(["--model.load_in_4bit", "true"]) == DryRunResult(
+        measured=None, reason="A dry run failed: model.load_in_4bit needs bitsandbytes"
+    )
+    with pytest.raises(UserError, match="needs bitsandbytes"):
+        bench.try_out([])
+
+
+def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
+    full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
+    assert [one.name for one in candidates.remedies(full, on_cpu=False)] == [
+        "one row at a time",
+        "checkpointing",
+        "8-bit Adam",
+        "LoRA instead of full fine-tuning",
+        "4 bits (QLoRA)",
+        "rows of at most 1024 tokens",
+    ]
+    less = f"{SIZE} 1 --training.gradient_checkpointing unsloth"
+    for last in ("--training.optim adamw_8bit", "--model.full_finetuning false"):  # LoRA's few states stay as they were
+        fits = {f"{less} {last}": DryRunResult(measured=measurement())}
+        taken, result = candidates.make_fit(full, FakeBench(fits), False, FULL)
+        assert len(taken) == 3 and result and result.measured
+    taken, result = candidates.make_fit(full, FakeBench({}), False, FULL)
+    assert len(taken) == 5 and result is None
+    for given, on_cpu in ((["--training.optim", "adamw_torch_8bit"], False), ([], True)):
+        other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu=on_cpu)
+        assert candidates.OPTIMIZER not in [one.arguments[0] for one in other]
+
+
+def test_rows_are_left_alone_while_the_device_is_full_without_them(tmp_path: Path) -> None:
+    """Fewer rows at a time would be slower for nothing; they matter once the rest fits."""
+    full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
+    no_row = replace(FULL, state_fits=False)
+    eight = "--training.optim adamw_8bit"
+    bench = FakeBench({f"{eight} {SIZE} 1": DryRunResult(measured=measurement())})
+    taken, _ = candidates.make_fit(full, bench, False, no_row)
+    assert [one.name for one in taken] == ["8-bit Adam", "one row at a time"]
+    assert bench.asked == [eight, f"{eight} {SIZE} 1"]
+    bench = FakeBench({})
+    bench.otherwise = no_row
+    assert candidates.make_fit(full, bench, False, no_row)[1] is None
+    lora = "--model.full_finetuning false"
+    assert bench.asked == [eight, lora, f"{lora} --model.load_in_4bit true"]
+    report = {"go": False, "reason": "full", "out_of_memory": True, "state_fits": False}
+    assert candidates.parse_report(report) == DryRunResult(measured=None, reason="full", full=True, state_fits=False)
+
+
+def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path) -> None:
+    full = config(tmp_path, "--model.full_finetuning", SIZE, "1")
+    refused = DryRunResult(measured=None, reason="8 bits need bitsandbytes")
+    fits = DryRunResult(measured=measurement())
+    # In 4 bits, which need it too, and so with fewer tokens alone.
+    lora = "--model.full_finetuning false"
+    bench = FakeBench(
+        {
+            "--training.optim adamw_8bit": refused,
+            f"{lora} --model.load_in_4bit true": refused,
+            f"{lora} --data.max_length 1024": fits,
+        }
+    )
+    taken, result = candidates.make_fit(full, bench, False, FULL)
+    assert [one.name for one in taken] == ["LoRA instead of full fine-tuning", "rows of at most 1024 tokens"]
+    assert result is fits
+
+
+def test_what_would_make_a_script_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=1)
+    assert advise.main(["mine.py"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "It fits with one row at a time (measured: " in said
+    assert (
+        "--finetune training.per_device_train_batch_size=1. " in said and "a run from a configuration can shard" in said
+    )
+    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=0)
+    assert advise.main(["mine.py"]) == 1
+    assert "Tried, but not enough: one row at a time, " in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,239 @@
+"""Tests of finetune/advise/command.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+
+from finetune import advise
+from finetune.advise import candidates, command
+from finetune.advise.candidates import DryRunResult
+from finetune.config import load
+from finetune.errors import RunError, UserError
+from finetune.measure import measurements, sharding, strategy
+from tests.helpers.advise import FULL, SIZE, DryRuns, FakeBench, all_reduce, card, configuration, host, measurement
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a price of at least 0, got '-1'"),
+        (["--price-per-gpu-hour", "nan"], "expected a price of at least 0"),
+        (["--world-sizes", "1,two"], "expected integers of at least 1, such as 1,2,4"),
+        (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
+        (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
+        (["--comm", "missing.json"], "Not a valid result of `finetune bench comm --json`"),
+        (["--training.learing_rate", "1"], "learning_rate"),
+    ],
+)
+def test_bad_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert advise.main([*arguments, *configuration(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from finetune import advise\n"
+        "assert advise.main(['--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    from tests.helpers import launch as runs
+
+    done = subprocess.run([*runs.command("python"), "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--price-per-gpu-hour" in done.stdout
+
+
+def test_a_model_that_fits_no_gpu_gets_no_launch_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = FakeBench({f"{SIZE} 1": DryRunResult(measured=measurement(per_device=1))})
+    monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
+    monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
+    report = tmp_path / "advice.json"
+    assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "NO: CUDA ran out of memory" in said
+        and f"It fits with one row at a time (measured: 0.9 of 74.5 GiB): {SIZE} 1" in said
+    )
+    assert "accelerate-launch" not in said
+    content = json.loads(report.read_text())
+    assert content["launch"] is None and content["fits_with"] == [SIZE, "1"]
+    assert "above 0.8" not in said
+    bench.results[f"{SIZE} 1"] = DryRunResult(measured=replace(measurement(per_device=1), peak_memory_bytes=70e9))
+    assert advise.main(configuration(tmp_path)) == 1
+    assert "(measured: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
+    bench.results.clear()
+    assert advise.main(configuration(tmp_path)) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "With DDP more GPUs do not help" in said and "training.strategy: shard helps is not known" in said
+
+
+def test_a_model_that_fits_no_gpu_may_fit_sharded(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "DryRunner", lambda **kw: FakeBench({}))
+    small = {"memory_gib": 0.00095}
+    monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: replace(host(card(0), card(1)), **small))
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "t.jsonl")]
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    found = sharding.read_sizes(tiny_model)
+    assert found is not None
+    whole = sum(one.numel() for one in load_file(tiny_model / "model.safetensors").values())
+    assert found.total == whole and 2 * found.layer + found.outside == whole  # of two equal layers
+    report = tmp_path / "advice.json"
+    assert advise.main([*words, "--model.full_finetuning", "--json", str(report)]) == 1
+    said, shard = " ".join(capsys.readouterr().out.split()), json.loads(report.read_text())["shard"]
+    stored = sharding.Storage(layer=2, outside=2, full=True, state=8)  # stochastic rounding: states in float32
+    needed = sharding.bytes_per_gpu(found, shard["world_size"], stored)
+    assert shard["gib_per_gpu"] == pytest.approx(needed / 2**30, rel=1e-4)
+    assert shard["gib_per_gpu"] <= 0.8 * 0.00095 and shard["world_size"] > 2
+    embedding = found.outside - found.root
+    assert 2 * embedding < found.outside < 2.01 * embedding  # and a head of the same shape, and a norm
+    by_size = [  # parts; two layers and the rest gathered; gradients of a layer and of the root; the layer's in float32
+        12 * whole / ranks + 2 * whole + 2 * found.layer + 2 * found.root + found.layer * (4 + (4 + 2) / ranks)
+        for ranks in (2, 4, 8)
+    ]
+    assert list(shard["gib_by_world_size"].values()) == pytest.approx([one / 2**30 for one in by_size], rel=1e-4)
+    assert list(shard["gib_by_world_size"]) == ["2", "4", "8"] and "On 2, 4, 8 GPUs each needs 0.0, 0.0, 0.0" in said
+    assert f"it fits on {shard['world_size']} GPUs, of which 2 are here" in said
+    assert advise.main([*words, "--model.load_in_8bit"]) == 1
+    assert "It cannot be sharded (training.strategy: shard): sharding load_in_8bit" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_auto_is_advised_to_shard_only_if_nothing_else_fits(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs whose memory is full with every change of settings, 8-bit Adam and LoRA among them."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    bench = FakeBench({})
+    monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
+    found = sharding.read_sizes(tiny_model)
+    assert found is not None
+    needed = sharding.bytes_per_gpu(found, 2, sharding.Storage(layer=2, outside=2, full=True, state=8))
+    machine = replace(host(card(0), card(1)), memory_gib=1.01 * needed / 0.8 / 2**30)
+    monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: machine)
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "t.jsonl")]
+    words.append("--model.full_finetuning")
+    seven = [*words, "--training.global_batch_size", "7"]  # which two GPUs cannot share
+    assert advise.main(seven) == 1 and "auto will shard" not in capsys.readouterr().out
+    assert advise.main(words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "training.strategy: auto will shard it on this machine, because one GPU is full, also with" in said
+    advice = strategy.find_advice(load(words, command="advise"), machine.count)
+    assert advice is not None and (advice["strategy"], advice["world_size"]) == ("shard", 2)
+    assert any("adamw_8bit" in asked for asked in bench.asked)
+    assert "LoRA instead of full fine-tuning" in advice["reason"]
+    decision = strategy.decide(load(words, command="advise"), machine.count)
+    assert decision.shards and decision.world_size == 2
+    strategy.advice_file(load(words, command="advise"), machine.count).unlink()
+    bench.results[""], bench.otherwise = (
+        FULL,
+        DryRunResult(measured=measurement()),
+    )  # any change helps: it is the user's
+    assert advise.main(words) == 1
+    assert "It fits with" in capsys.readouterr().out
+    assert strategy.find_advice(load(words, command="advise"), machine.count) is None
+
+
+def test_the_whole_story_on_two_like_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the options to the files, with dry runs and the all-reduce made up."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    bench = FakeBench({"": DryRunResult(measured=measurement()), f"{SIZE} 8": DryRunResult(measured=measurement())})
+    monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
+    monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
+    monkeypatch.setattr(candidates.comm, "measure", all_reduce)
+    report, out = tmp_path / "advice.json", tmp_path / "advised"
+    arguments = configuration(tmp_path, "--json", str(report), "--out", str(out), "--as-given")
+    assert advise.main([*arguments, "--price-per-gpu-hour", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ADVICE: 2 devices" in said and "only those of the adapter," in said
+    assert "Rule set study2025: measure (1e+03 M parameters with a batch of 16" in said
+    advice = json.loads(report.read_text())
+    assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
+    assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
+    assert "# no pair of GPUs has peer access" in (out / "environment.sh").read_text()
+    assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
+    # For the score of the real run, which has the environment that was measured, and of no other.
+    same = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    assert measurements.find_comm(2, "nccl", "NVIDIA L4", same)[0] is not None
+    assert measurements.find_comm(2, "nccl", "NVIDIA L4", {})[0] is None
+    # `training.strategy: auto` finds it.
+    from finetune.measure import strategy
+
+    found = strategy.find_advice(load(configuration(tmp_path)), 2)
+    assert found and found["world_size"] == 2 and found["environment"] == {"NCCL_P2P_DISABLE": "1"}
+    assert strategy.find_advice(load(configuration(tmp_path, "--lora.r", "8")), 2) is None
+    # A rank that dies while the all-reduce is measured leaves one device, and says so.
+    monkeypatch.setattr(candidates.comm, "measure", dies)
+    assert advise.main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "could not be measured: rank 1 of 2 died (SIGKILL)" in said and "ADVICE: one device" in said
+
+
+def dies(*args: Any, **kw: Any) -> dict[str, Any]:
+    raise RunError("rank 1 of 2 died (SIGKILL); the others were stopped")
+
+
+def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    runs = [all_reduce(2, [1024]), all_reduce(8, [1024, 4096]), all_reduce(2, [9]) | {"variant": "Tree"}]
+    path = tmp_path / "comm.json"
+    path.write_text(json.dumps({"kind": "comm", "runs": runs}))
+    found = measurements.read_comm(path)
+    assert set(found) == {2, 8} and found[2].points[0][0] == 1024  # of two settings the first: the advised ones
+    assert command.world_sizes(command.parse([])[0], 1, found) == [1, 2, 8]
+    path.write_text(json.dumps(all_reduce(4, [1024])))
+    assert set(measurements.read_comm(path)) == {4}
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="Measure again"):
+        measurements.read_comm(path)
+
+
+def test_a_script_is_advised_by_dry_runs_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = DryRuns(monkeypatch, tmp_path, "SFTTrainer")
+    words = ["mine.py", "--model", "x", "--world-sizes", "1,2", "--batch", "7", "--json", "advice.json", "--out", "out"]
+    assert advise.main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    first, *others = dry.asked
+    assert first == "-m finetune.dryrun --devices 2 mine.py -- --model x --batch 7"
+    fixed = "-m finetune.dryrun --devices 1 mine.py -- --model x --batch 7 --finetune training.global_batch_size=16"
+    assert others and all(one.startswith(fixed) for one in others)
+    assert not any("model.load" in one for one in others)  # which the script decides
+    assert f"{fixed} --finetune data.packing=true" in others
+    assert "8 rows at a time is 2.00 times as fast (--finetune training.per_device_train_batch_size=8)" in said
+    advice = json.loads(Path("advice.json").read_text())
+    given = "--model x --batch 7 --finetune training.global_batch_size=16"
+    command_line = f"mine.py {given} --finetune training.per_device_train_batch_size=8"
+    assert advice["world_size"] == 2 and advice["launch"].endswith(command_line)
+    assert (
+        command_line in Path("out/launch.sh").read_text() and "finetune.train" not in Path("out/launch.sh").read_text()
+    )
+    assert not list(Path("cache").rglob("advice-*"))  # of `training.strategy: auto`, which a script does not have
+
+
+def test_a_script_whose_settings_are_in_a_file_is_advised_by_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = DryRuns(monkeypatch, tmp_path, "script.run")
+    assert advise.main(["mine.py", "--training.max_steps", "9", "--json", "advice.json"]) == 0
+    assert "-m finetune.dryrun --devices 1 mine.py -- --training.max_steps 9 --data.packing true" in dry.asked
+    launched = json.loads(Path("advice.json").read_text())["launch"]
+    assert launched.endswith("mine.py --training.max_steps 9 --training.per_device_train_batch_size 8")
+    assert list(Path("cache").rglob("advice-*"))

@@ -1,0 +1,76 @@
+"""Tests of finetune/chat/batch.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import tiny
+from tests.helpers.chat import LONGEST, PROMPTS, answered, asked, reference
+
+
+def test_answers_equal_those_of_the_merged_model(run: Path, tiny_model: Path, prompts: Path, tmp_path: Path) -> None:
+    """Greedy, of the trained and of the base model; together and one at a time; with the system message of the run."""
+    together = answered(tmp_path, run, "--prompts", str(prompts), "--compare", "--batch-size", "3")
+    alone = answered(tmp_path, run, "--prompts", str(prompts), "--compare", "--batch-size", "1")
+    assert together["answers"] == alone["answers"]
+    assert [one["prompt"] for one in together["answers"]] == PROMPTS
+    assert together["system"] == "Be brief." and together["sampling"] is None
+    for one in together["answers"]:
+        assert one["answer"]["text"] == reference(tiny_model, run, asked(one["prompt"]))
+        assert one["base"]["text"] == reference(tiny_model, None, asked(one["prompt"]))
+        assert one["answer"]["text"] != one["base"]["text"]
+    assert len({one["answer"]["text"] for one in together["answers"]}) == len(PROMPTS)
+
+
+def test_an_adapter_that_trains_biases_is_compared_with_the_untouched_base(
+    copy: Path, tiny_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """PEFT cannot switch such an adapter off: the base model is loaded beside it."""
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"bias": "lora_only"}))
+    found = answered(tmp_path, copy, "--prompts", str(prompts), "--compare")["answers"][0]
+    assert found["base"]["text"] == reference(tiny_model, None, asked(PROMPTS[0]))
+    assert found["answer"]["text"] == reference(tiny_model, copy, asked(PROMPTS[0]))
+
+
+def test_a_full_model_is_compared_with_the_model_it_was_trained_from(
+    tiny_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    after = tiny.make_model(tmp_path / "full", seed=3)
+    record = {"status": "done", "dtype": "float32", "config": {"model": {"model_name_or_path": str(tiny_model)}}}
+    (after / "run.json").write_text(json.dumps(record))
+    found = answered(tmp_path, after, "--prompts", str(prompts), "--compare")
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    assert found["kind"] == "model" and found["system"] is None
+    assert found["answers"][0]["answer"]["text"] == reference(after, None, messages, tiny.CHAT_TEMPLATE)
+    assert found["answers"][0]["base"]["text"] == reference(tiny_model, None, messages, tiny.CHAT_TEMPLATE)
+
+
+def test_a_prompt_without_template_is_continued_as_it_is(run: Path, tiny_model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "raw.txt"
+    prompts.write_text("the cat ")
+    found = answered(tmp_path, run, "--prompts", str(prompts), "--raw")
+    assert found["answers"][0]["answer"]["text"] == reference(
+        tiny_model, run, [{"role": "user", "content": "the cat "}], "{{ messages[0]['content'] }}"
+    )
+    assert found["chat_template"] is False and found["system"] is None
+
+
+@pytest.mark.unsloth
+@pytest.mark.process
+@pytest.mark.campaign
+def test_unsloth_gives_the_same_answers(run: Path, tiny_model: Path, prompts: Path, tmp_path: Path) -> None:
+    """In a process of its own: Unsloth must be imported before transformers."""
+    target = tmp_path / "answers.json"
+    words = [sys.executable, "-m", "finetune", "chat", str(run), "--prompts", str(prompts), "--compare"]
+    words += ["--backend", "unsloth", "--max-new-tokens", str(LONGEST), "--json", str(target)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for one in json.loads(target.read_text())["answers"]:
+        assert one["answer"]["text"] == reference(tiny_model, run, asked(one["prompt"]))
+        assert one["base"]["text"] == reference(tiny_model, None, asked(one["prompt"]))

@@ -1,0 +1,47 @@
+"""Tests of finetune/chat/command.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import chat
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "--prompts cannot be read: "),
+        (b"", "--prompts has no prompt: "),
+        (b" \n\n", "--prompts has no prompt: "),
+        (b"good\nbad \xff\n", "not UTF-8: .*, line 2"),
+        (("cat " * 2000).encode(), r"--prompts, prompt 1: the prompt is too long: .* has 1,024"),
+    ],
+)
+def test_prompts_that_cannot_be_answered(
+    run: Path, tmp_path: Path, content: bytes | None, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "given.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert chat.main([str(run), "--prompts", str(file)]) == 2
+    printed = capsys.readouterr().err
+    assert re.search(expected, printed) and printed.count("\n") == 1, printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--serve", "--compare"], "--serve and --compare"),
+        (["--raw", "--system", "x"], "--raw and --system"),
+        (["--temperature", "-1"], "expected a number of at least 0"),
+        (["--max-new-tokens", "0"], "at least 1"),
+        (["--promts", "x"], "Nearest is --prompts"),
+    ],
+)
+def test_options_that_are_wrong(run: Path, arguments: list[str], expected: str, capsys: Any) -> None:
+    assert chat.main([str(run), *arguments]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""Tests of finetune/doctor/record.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.doctor import record, tested_sets
+from finetune.errors import UserError
+from finetune.runtime import bootstrap
+from tests.helpers import ROOT
+
+
+def test_a_lane_that_passed_is_recorded_with_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make test-newest` does at its end, on a copy of the checkout's files."""
+    for name in ("constraints.txt", "constraints-gpu.txt", "README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "FILE", tmp_path / "sets.json")
+    installed = {name: "9.9.9+cpu" for name in bootstrap.LIBRARIES} | {"unsloth": None}
+    monkeypatch.setattr(bootstrap, "versions", lambda: installed)
+    assert record.main(["make test-newest"]) == 0
+    written = json.loads((tmp_path / "sets.json").read_text())
+    newest = written["make test-newest"]
+    assert newest["versions"] == {name: "9.9.9" for name in bootstrap.LIBRARIES if name != "unsloth"}
+    assert newest["date"] >= "2026-11-25" and f"| make test-newest | {newest['date']} | 9.9.9 |" in (
+        (tmp_path / "README.md").read_text(encoding="utf-8")
+    )
+    assert written["make test"] == tested_sets.read()["make test"]
+    with pytest.raises(UserError, match="unknown set of versions: `make tea`. Give one of `make test-newest`"):
+        record.main(["make tea"])

@@ -1,0 +1,120 @@
+"""Tests of finetune/doctor/tested_sets.py."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from finetune.config import Config
+from finetune.doctor import checks, record, tested_sets
+from finetune.runtime import bootstrap
+from tests.helpers import ROOT
+from tests.helpers.doctor import gpus
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-gpu.txt"])
+def test_a_tested_set_of_constraints_has_their_versions(file: str) -> None:
+    (pinned,) = [one["versions"] for one in tested_sets.read().values() if one.get("from") == file]
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert set(pinned) == set(bootstrap.LIBRARIES)
+    assert {f"{name}=={number}" for name, number in pinned.items()} <= set(lines)
+
+
+def test_every_tested_set_is_in_the_allowed_ranges() -> None:
+    """And has a device, and says where it comes from."""
+    ranges = [Requirement(text) for text in checks.requirements() or []]
+    for name, one in tested_sets.read().items():
+        assert one["device"] in ("cpu", "cuda") and ("from" in one) != ("date" in one), name
+        for requirement in ranges:
+            number = one["versions"].get(requirement.name.replace("-", "_"))
+            assert number is None or requirement.specifier.contains(number), f"{name}: {requirement}, not {number}"
+
+
+def test_the_readme_has_the_tested_sets_of_today() -> None:
+    page, sets = (ROOT / "README.md").read_text(encoding="utf-8"), tested_sets.read()
+    assert record.updated(page, sets) == page, "run `make docs`"
+    newest = sets["make test-newest"]
+    (row,) = [line for line in page.splitlines() if line.startswith("| make test-newest |")]
+    assert newest["date"] in row and newest["versions"]["transformers"] in row and newest["versions"]["trl"] in row
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [("constraints.txt", ("dev", "unsloth")), ("constraints-gpu.txt", ("unsloth", "flash", "liger"))],
+)
+def test_constraints_pin_what_is_installed_within_its_range(file: str, extras: tuple[str, ...]) -> None:
+    """All direct dependencies on a CPU; on a GPU, those of the extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+        for pin in [Requirement(line)]
+    }
+    direct = [Requirement(text) for text in project["dependencies"]]
+    chosen = [Requirement(text) for extra in extras for text in project["optional-dependencies"][extra]]
+    needed = {canonicalize_name(one.name) for one in (direct + chosen if "dev" in extras else chosen)}
+    assert needed <= set(pins)
+    for one in direct + chosen:
+        name = canonicalize_name(one.name)
+        assert name not in pins or one.specifier.contains(pins[name]), f"{one}, pinned: {pins[name]}"
+
+
+def test_every_lower_bound_is_the_oldest_release_that_is_tested() -> None:
+    """Of the dependencies, and of the extras that a CPU can use; of those for GPUs, what the newest releases are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def pinned(file: str) -> dict[str, Version]:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        pairs = (line.split("==") for line in lines if not line.startswith("#"))
+        return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+    def bound(requirement: Requirement) -> Version:
+        (lowest,) = [one.version for one in requirement.specifier if one.operator == ">="]
+        return Version(lowest)
+
+    extras, oldest, gpu = (
+        project["optional-dependencies"],
+        pinned("constraints-oldest.txt"),
+        pinned("constraints-gpu.txt"),
+    )
+    for requirement in map(Requirement, [*project["dependencies"], *extras["convert"], *extras["plots"]]):
+        assert oldest[canonicalize_name(requirement.name)] == bound(requirement), requirement
+    for requirement in map(Requirement, extras["dev"]):
+        name = canonicalize_name(requirement.name)
+        assert name not in oldest or oldest[name] == bound(requirement), requirement
+    for requirement in map(Requirement, [*extras["flash"], *extras["liger"], extras["unsloth"][0]]):
+        assert gpu[canonicalize_name(requirement.name)] == bound(requirement), requirement
+
+
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [([], "make test"), ([], "make test-newest"), (gpus(1), "GPU install"), (gpus(1), "GPU records")],
+)
+def test_other_versions_than_a_tested_set_are_a_warning(devices: list[dict[str, Any]], name: str) -> None:
+    pins = tested_sets.read()[name]["versions"]
+
+    def found_with(**other: str | None) -> tuple[str, str]:
+        found = {"devices": devices, "versions": dict.fromkeys(bootstrap.LIBRARIES) | pins | other}
+        verdict = checks.CHECKS["tested versions"](Config(), found)
+        assert verdict is not None
+        return verdict
+
+    state, reason = found_with(torch=pins["torch"] + "+cu130", unsloth=pins.get("unsloth"))
+    assert state == "ok" and reason.startswith(f"those of {name} ("), reason
+    state, reason = found_with(trl="1.99.0")
+    assert state == "warning" and f"nearest, {name} (" in reason
+    assert f"trl 1.99.0 (tested: {pins['trl']})" in reason and "torch" not in reason
+
+
+def test_what_a_set_was_tested_without_is_a_difference() -> None:
+    newest = tested_sets.read()["make test-newest"]["versions"]
+    assert tested_sets.differences(newest, newest | {"unsloth": "2026.10.9"}) == [
+        "unsloth 2026.10.9 (tested: without it)"
+    ]
+    assert tested_sets.differences(newest, newest | {"bitsandbytes": None}) == []

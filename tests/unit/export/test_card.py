@@ -1,0 +1,35 @@
+"""Tests of finetune/export/card.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from finetune.export import card, source
+from tests.helpers.export import TOKEN, WARNINGS
+
+pytestmark = WARNINGS
+
+
+def test_the_card_has_names_instead_of_paths(run_folder: Path) -> None:
+    found = source.find(run_folder)
+    record = found.record
+    record["config"]["data"] |= {"dataset_name": "org/data", "system_prompt": "private words"}
+    record["config"]["training"] = {"max_steps": 3, "output_dir": "/home/me/out", "extra": {"tf32": True}}
+    record["config"]["model"]["hub_token"] = TOKEN
+    record |= {"versions": {"torch": "2.13"}, "losses": [2.0, 1.5], "eval_loss_before": 2.5}
+    text = card.text(found, "merged", "all equal")
+    for hidden in ("/home/me", str(run_folder.parent), "private words", TOKEN):
+        assert hidden not in text
+    for shown in ("rows.jsonl", "org/data", "max_steps: 3", "tf32: true", "1.2500", "torch 2.13", "all equal"):
+        assert shown in text
+    assert card.shortened("org/name") == "org/name" and card.shortened("C:\\a\\b.jsonl") == "b.jsonl"
+    assert card.shortened({"a": ["~/x/y", 3, "s3://bucket/key"]}) == {"a": ["y", 3, "s3://bucket/key"]}
+
+
+def test_a_model_in_the_hubs_cache_has_its_name_on_the_hub(run_folder: Path) -> None:
+    cached = "/home/me/.cache/huggingface/hub/models--our-lab--small-1.5/snapshots/0a1b2c"
+    assert card.shortened(cached) == "our-lab/small-1.5"
+    assert "base_model: our-lab/small-1.5\n" in card.text(
+        replace(source.find(run_folder), name=cached), "adapter", None
+    )
