@@ -90,10 +90,11 @@ TEMPLATES = {
 }
 
 
-def load_template(tokenizer: Tokenizer, name_or_path: str | None = None) -> str | None:
+def load_template(tokenizer: Tokenizer | None, name_or_path: str | None = None) -> str | None:
     """Load a chat template: by default the tokenizer's (None if it has none); else one of TEMPLATES by name, a Jinja
     file, or None for "none". Raises UserError for an unknown name, an unreadable file or invalid Jinja."""
     if name_or_path is None:
+        assert tokenizer is not None  # needed only without a name
         template = cast("str | dict[str, str] | None", tokenizer.chat_template)
         source = f"of the tokenizer {tokenizer.name_or_path!r}"
         if isinstance(template, dict):  # some tokenizers have several, by purpose

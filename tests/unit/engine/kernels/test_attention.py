@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def test_what_the_run_computes_in_decides_and_not_the_parameters(
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which kernel each call of a switch reaches."""
     called: list[str] = []
 
@@ -198,7 +198,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(flash, "kernel", lambda: fourth)
     flash.set_enabled(False)
-    return called
+    yield called
+    flash.set_enabled(False)
 
 
 def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls: list[str]) -> None:
