@@ -15,7 +15,7 @@ MASK = "***"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Secret:
     """A secret at text[start:end], and the environment variable from which its service's library reads it."""
 
     start: int
@@ -155,15 +155,15 @@ def variable_for(name: str) -> str:
     return "SECRET" if not variable or variable[0].isdigit() else variable
 
 
-def shaped(text: str) -> Iterator[Found]:
+def find_by_format(text: str) -> Iterator[Secret]:
     """Secrets with a known format, anywhere in the text: tokens of services, private keys and credentials in URLs. They
     may overlap."""
     for pattern, variable in _SHAPED:
         for match in pattern.finditer(text):
             if match.lastgroup != "start" and not is_placeholder(match.group()):
-                yield Found(*match.span(), variable)
+                yield Secret(*match.span(), variable)
     for match in _PRIVATE_KEY.finditer(text):
-        yield Found(*match.span(), "PRIVATE_KEY")
+        yield Secret(*match.span(), "PRIVATE_KEY")
     for pattern, variable, group in (
         (_ADDRESS, "URL_CREDENTIALS", 0),
         (_QUERY, "URL_TOKEN", 1),
@@ -174,18 +174,18 @@ def shaped(text: str) -> Iterator[Found]:
     ):
         for match in pattern.finditer(text):
             if not is_placeholder(match.group(group)):
-                yield Found(*match.span(group), variable)
+                yield Secret(*match.span(group), variable)
 
 
-def find(text: str) -> list[Found]:
-    """All secrets in a text, in order and without overlap: those of `shaped`, and values next to secret names."""
-    found = list(shaped(text))
-    found += _named(text[:_MAX_SEARCHED])
-    found += [Found(*match.span(1), "PASSWORD") for match in _CURL_USER.finditer(text[:_MAX_SEARCHED])]
-    return merged(found)
+def find_secrets(text: str) -> list[Secret]:
+    """All secrets in a text, in order and without overlap: by their format, and values next to secret names."""
+    found = list(find_by_format(text))
+    found += _find_by_name(text[:_MAX_SEARCHED])
+    found += [Secret(*match.span(1), "PASSWORD") for match in _CURL_USER.finditer(text[:_MAX_SEARCHED])]
+    return merge(found)
 
 
-def _named(text: str) -> Iterator[Found]:
+def _find_by_name(text: str) -> Iterator[Secret]:
     """Values next to secret names. Linear: a value is only read after such a name, and one that is longer than
     `_MAX_WORD` is masked, so that it is not read again from each name in it."""
     position = 0
@@ -195,18 +195,18 @@ def _named(text: str) -> Iterator[Found]:
         group = "bare" if value is None or value["quoted"] is None else "quoted"
         is_long = value is not None and group == "bare" and len(value[group]) > _MAX_WORD
         if value is not None and (is_long or holds_secret(name, value[group], quoted=group == "quoted")):
-            yield Found(*value.span(group), variable_for(name))
+            yield Secret(*value.span(group), variable_for(name))
             position = value.end()
         else:  # the apparent value may be the next name: `-x TOKEN=...`
             position = match.start("option") + 1 if match["option"] else match.end("name")
 
 
-def merged(found: list[Found]) -> list[Found]:
+def merge(found: list[Secret]) -> list[Secret]:
     """The secrets in order, with overlapping ones merged under the variable of the first."""
-    kept: list[Found] = []
+    kept: list[Secret] = []
     for item in sorted(found, key=lambda item: (item.start, -item.end)):
         if kept and item.start < kept[-1].end:
-            kept[-1] = Found(kept[-1].start, max(kept[-1].end, item.end), kept[-1].variable)
+            kept[-1] = Secret(kept[-1].start, max(kept[-1].end, item.end), kept[-1].variable)
         else:
             kept.append(item)
     return kept
@@ -250,7 +250,7 @@ def is_placeholder(value: str) -> bool:
 def redact(text: str, mask: str = MASK) -> str:
     """The text with every secret in it replaced by `mask`."""
     parts, last = [], 0
-    for item in find(text):
+    for item in find_secrets(text):
         parts += [text[last : item.start], mask]
         last = item.end
     return "".join([*parts, text[last:]])

@@ -18,14 +18,14 @@ from typing import cast
 from finetune.convert.notebook.read import Notebook, Statement
 from finetune.convert.source import docstring, expression
 from finetune.redact import (
-    Found,
-    find,
+    Secret,
+    find_secrets,
     holds_secret,
     is_credible,
     is_placeholder,
     is_secret_name,
     is_words,
-    merged,
+    merge,
     redact,
     variable_for,
 )
@@ -127,7 +127,7 @@ class _Known:
             text = _literal(value)
             if text is None:
                 continue
-            shape = next((item for item in find(text) if item.end - item.start == len(text)), None)
+            shape = next((item for item in find_secrets(text) if item.end - item.start == len(text)), None)
             if place == "environ" and (shape or self.holds(name, text)):
                 found[value] = name if name.isidentifier() else variable_for(name)
             elif place == "argument" and name in _ARGUMENTS and len(text) > 2 or self.holds(name, text):
@@ -141,12 +141,12 @@ class _Known:
         weak = name.lower().endswith("key") and _RANDOM.fullmatch(text) and not is_words(text)
         return bool((name in self.names or weak) and is_credible(text)) or holds_secret(name, text)
 
-    def find(self, text: str) -> list[Found]:
+    def find(self, text: str) -> list[Secret]:
         """Positions of secrets in a text: by format, by a name in the text, or as a known value."""
-        found = find(text)
+        found = find_secrets(text)
         for value, variable in self.values.items():
-            found += [Found(*match.span(), variable) for match in re.finditer(re.escape(value), text)]
-        return merged(found)
+            found += [Secret(*match.span(), variable) for match in re.finditer(re.escape(value), text)]
+        return merge(found)
 
     def removed(self, text: str) -> str:
         parts, last = [], 0
@@ -287,7 +287,7 @@ class _Edits(ast.NodeVisitor):
         is_bytes = isinstance(node, ast.Constant) and isinstance(node.value, bytes)
         if node in self.by_name:
             start = len(text) - len(_credential(text))
-            found = [Found(start, len(text), self.by_name[node])]
+            found = [Secret(start, len(text), self.by_name[node])]
         else:
             found = self.known.find(text)
         if not found:
@@ -331,7 +331,7 @@ class _Substitute(ast.NodeTransformer):
         return ast.parse(text, mode="eval").body if text is not None else self.generic_visit(node)
 
 
-def _split(text: str, found: list[Found]) -> list[ast.expr]:
+def _split(text: str, found: list[Secret]) -> list[ast.expr]:
     """The parts of an f-string: the text, with each secret replaced by an environment variable."""
     parts: list[ast.expr] = []
     last = 0

@@ -57,7 +57,7 @@ _MAX_SKELETONS = 4096  # one per sequence of roles; bounds memory for files with
 class SpanFinder:
     """Renders conversations with one chat template and finds the messages in the text. Picklable.
 
-    marked: whether the template has `{% generation %}` marks of its own.
+    marked: whether the template has `{% generation %}` marks.
 
     Args:
         variables: for the template: the tokenizer's special tokens, and those of the configuration.

@@ -177,7 +177,7 @@ def _foreign_address(endpoint: Endpoint) -> str:
 
 
 def _not_a_store(endpoint: Endpoint, hosts_it: bool, text: str) -> str:
-    """The message for what torch says of a port that cannot be used."""
+    """The message for a port that torch cannot use."""
     short = " ".join(text.split())[:200]
     if hosts_it:
         return (

@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def test_what_the_run_computes_in_decides_and_not_the_parameters(
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which kernel each call of a switch reaches."""
     called: list[str] = []
 
@@ -197,8 +197,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "output", None
 
     monkeypatch.setattr(flash, "kernel", lambda: fourth)
-    monkeypatch.setattr(flash, "_used", False)
-    return called
+    flash.set_enabled(False)
+    yield called
+    flash.set_enabled(False)
 
 
 def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls: list[str]) -> None:
@@ -449,7 +450,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -
     """A host on which FlashAttention-4 takes `ms` milliseconds, torch's kernel 1, and results are `error` apart."""
 
     def measured(kernel: Callable[..., Any], shapes: Any, device: Any) -> tuple[list[torch.Tensor], float]:
-        if not flash._used:
+        if not flash.is_enabled():
             return [torch.ones(4), torch.ones(3)], 1.0
         if ms < 0:
             raise RuntimeError("no such layout")
@@ -465,9 +466,9 @@ def test_kernels_for_another_number_of_documents_are_compiled_before_the_run(mon
     counts: list[int] = []
 
     def measured(kernel: Any, shapes: attention.Shapes, device: Any) -> tuple[list[torch.Tensor], float]:
-        if flash._used:
+        if flash.is_enabled():
             counts.append(len(shapes.lengths))
-        return [torch.ones(4)], 0.5 if flash._used else 1.0
+        return [torch.ones(4)], 0.5 if flash.is_enabled() else 1.0
 
     planted(monkeypatch, ms=0.5)
     monkeypatch.setattr(attention, "measured", measured)
@@ -499,7 +500,7 @@ def test_it_is_used_where_it_is_right_and_faster(
 ) -> None:
     planted(monkeypatch, ms=ms, error=error)
     found = attention.choose("auto", SHAPES, "cpu")
-    assert (found.kernel, flash._used) == (kernel, kernel == attention.FLASH_4)
+    assert (found.kernel, flash.is_enabled()) == (kernel, kernel == attention.FLASH_4)
     assert said in found.reason
     flash.set_enabled(False)
 
@@ -512,7 +513,7 @@ def test_all_ranks_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = distributed.ranks()
     monkeypatch.setattr(distributed, "ranks", lambda: type("Two", (), {**vars(ranks), "world_size": 2}))
     assert attention.choose("auto", SHAPES, "cpu").kernel == attention.FLASH_2
-    assert not flash._used
+    assert not flash.is_enabled()
 
 
 def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +554,7 @@ def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="pip install 'finetune\\[flash\\]'"):
         attention.choose("flash_4", SHAPES, "cpu")
     assert "flash-attn-4 is not installed" in attention.choose("auto", SHAPES, "cpu").reason
-    assert not flash._used
+    assert not flash.is_enabled()
 
 
 def test_a_kernel_that_a_cpu_run_cannot_use_is_refused() -> None:
