@@ -1,4 +1,4 @@
-"""Tests of finetune/bench/study.py."""
+"""Tests of finetune/bench/study."""
 
 from __future__ import annotations
 
