@@ -85,7 +85,7 @@ def print_introduction(job: Job, start: Start) -> None:
 
 
 def print_micro_batch(job: Job, size: Any) -> None:
-    """Print what the search before the first step has found (`micro_batch.MicroBatchChoice`)."""
+    """Print what the search before the first step has found (`MicroBatchChoice`)."""
     row = "row" if job.unpacked_because else "pack"
     print_line(
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "

@@ -130,7 +130,7 @@ def test_which_backend_answers(
 def test_unsloth_is_refused_for_what_it_would_not_load(tmp_path: Path) -> None:
     full = run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=None)
     assert loading.choose_backend("auto", full, None) == "transformers"
-    with pytest.raises(UserError, match="adapters only"):
+    with pytest.raises(UserError, match="only supports adapters"):
         loading.choose_backend("unsloth", full, None)
     adapter = {"base_model_name_or_path": "BASE"}
     with pytest.raises(UserError, match=r"names \(BASE\), and --base is elsewhere"):

@@ -1,4 +1,4 @@
-"""Tests of finetune/drop_in/trainer_against_trl.py."""
+"""The trainer of scripts against TRL: losses, evaluation, callbacks, kernels and experts."""
 
 from __future__ import annotations
 

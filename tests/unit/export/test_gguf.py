@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from finetune.errors import UserError
 from finetune.export import command, gguf
-from tests.helpers.export import ends
+from tests.helpers.export import WARNINGS, ends
+
+pytestmark = WARNINGS
 
 CONVERTER = """
 import sys
-
-pytestmark = WARNINGS
 model, file, kind = sys.argv[1], sys.argv[3], sys.argv[5]
 assert sys.argv[2] == "--outfile" and sys.argv[4] == "--outtype"
 if kind == "f32":
