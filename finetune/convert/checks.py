@@ -111,15 +111,7 @@ _REPLACES = re.compile("secrets come from|^display|packages are installed|the la
 _OF_DEVICES = re.compile(
     r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"
 )
-_LOADER = {
-    "device_map",
-    "max_memory",
-    "token",
-    "use_auth_token",
-    "resume_download",
-    "use_flash_attention_2",
-    *code.FORMER,
-}
+_LOADER = {*"device_map max_memory token use_auth_token resume_download use_flash_attention_2".split(), *code.FORMER}
 _RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"})
 
 

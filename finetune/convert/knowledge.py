@@ -120,7 +120,8 @@ CALLS = (
         "computes, installed",
     ),
     Call(
-        "altair bokeh evaluate ipywidgets matplotlib plotly prettytable seaborn sklearn tabulate wordcloud",
+        "PIL altair bokeh evaluate ipywidgets librosa matplotlib plotly prettytable seaborn sklearn soundfile tabulate"
+        " torchaudio wordcloud",
         "computes, shows",
     ),
     Call("box easydict json math ml_collections munch omegaconf os pathlib re string textwrap types", "computes"),

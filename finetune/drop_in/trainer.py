@@ -62,6 +62,30 @@ class SFTTrainer(engine.SFTTrainer):
     The arguments are TRL's. Rows are read by TRL's rules and tokenized once per machine; what cannot be kept exactly on
     several GPUs is refused here, with the reason. `seed` alone sets the order of the rows, and a step's loss is the
     mean over the supervised tokens of the whole global batch.
+
+    Args:
+        model: a model, or the name or folder of one. With `--finetune training.strategy=shard`, which splits it
+            over the GPUs, it must be a name.
+        args: `finetune.SFTConfig`, `trl.SFTConfig` or `TrainingArguments`; TRL's defaults if it is None.
+        data_collator: not needed if it only pads. One that computes labels is called once per row, and cannot be
+            used with packing.
+        train_dataset: rows in any format that TRL takes, tokenized or not.
+        eval_dataset: held-out rows, or several sets of them by name.
+        processing_class: the tokenizer; the model's own if it is None.
+        callbacks: as in transformers; they are called on every rank.
+        quantization_config: for a model that is given by name, as in TRL.
+        peft_config: a `LoraConfig`. A model that has an adapter keeps it.
+        formatting_func: takes a row and returns its text, which is then tokenized.
+        global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
+            the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if
+            `finetune.SFTConfig` is not given one: the fastest that fits. Without it, a step has
+            `per_device_train_batch_size x gradient_accumulation_steps x number of processes` rows, as in TRL; a run
+            that is resumed keeps the rows that it was launched with.
+        older: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
+
+    Raises:
+        Refused: arguments that cannot be kept exactly; also a ValueError.
+        UserError: the rows, the model or the batch cannot be used.
     """
 
     @names.script_names()
@@ -86,31 +110,6 @@ class SFTTrainer(engine.SFTTrainer):
         global_batch_size: int | None = None,
         **older: Any,
     ) -> None:
-        """
-        Args:
-            model: a model, or the name or folder of one. With `--finetune training.strategy=shard`, which splits it
-                over the GPUs, it must be a name.
-            args: `finetune.SFTConfig`, `trl.SFTConfig` or `TrainingArguments`; TRL's defaults if it is None.
-            data_collator: not needed if it only pads. One that computes labels is called once per row, and cannot be
-                used with packing.
-            train_dataset: rows in any format that TRL takes, tokenized or not.
-            eval_dataset: held-out rows, or several sets of them by name.
-            processing_class: the tokenizer; the model's own if it is None.
-            callbacks: as in transformers; they are called on every rank.
-            quantization_config: for a model that is given by name, as in TRL.
-            peft_config: a `LoraConfig`. A model that has an adapter keeps it.
-            formatting_func: takes a row and returns its text, which is then tokenized.
-            global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
-                the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if
-                `finetune.SFTConfig` is not given one: the fastest that fits. Without it, a step has
-                `per_device_train_batch_size x gradient_accumulation_steps x number of processes` rows, as in TRL; a run
-                that is resumed keeps the rows that it was launched with.
-            older: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
-
-        Raises:
-            Refused: arguments that cannot be kept exactly; also a ValueError.
-            UserError: the rows, the model or the batch cannot be used.
-        """
         self._ready = False
         self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = older.pop("tokenizer", None) or processing_class

@@ -81,7 +81,7 @@ BROKEN: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "empty": ("", [], ["is empty"]),
     "torn": ('{"messages": []}\n{"messages": [\n', [], ["torn.jsonl:2"]),
     "no object": ('{"text": 1}\n"just a string"\n', [], ["no object.jsonl:2"]),
-    "columns": ('{"id": 1, "body": "x"}\n', [], ["the columns are id, body", "messages needs"]),
+    "columns": ('{"id": 1, "body": "x"}\n', [], ["the columns are id, body", "set data.columns: {text: body}."]),
     "no labels": (
         '{"messages": [{"role": "user", "content": "hi"}]}\n',
         [],

@@ -56,13 +56,19 @@ def reasons(draft: Draft) -> dict[int, str | None]:
 
 
 def _works_without(draft: Draft, node: ast.stmt) -> bool:
-    """Whether a function or class of the notebook does what is left out elsewhere, and sets nothing for the process."""
-    stored = [one for one in ast.walk(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
-    if _SEEDS.search(ast.unparse(node)) or any(root(one) in draft.program.imports for one in stored):
-        return False
+    """Whether a function or class of the notebook does what is left out elsewhere, and changes nothing outside."""
     names = [draft.program.dotted(call.func) for call in code.calls(node)]
     account = any(matches("service", name) or matches("account", name) for name in names)
-    return account or _infers(node) or _draws(draft, node) or _runs_pip(node)
+    if not (account or _infers(node) or _draws(draft, node) or _runs_pip(node)):
+        return False
+    inside = list(ast.walk(node))
+    local = {one.arg for one in inside if isinstance(one, ast.arg)}
+    local |= {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    changed = [
+        one for one in inside if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store)
+    ]
+    changed += [call.func for call in code.calls(node) if code.method(call) in named("mutates") | named("casts")]
+    return not _SEEDS.search(ast.unparse(node)) and all(root(one) in local for one in changed)
 
 
 def _add_unused(draft: Draft, found: dict[int, str | None]) -> None:

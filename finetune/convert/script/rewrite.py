@@ -382,7 +382,7 @@ def writes_files(program: Program, node: ast.stmt) -> bool:
     """Whether running the statement writes a file; functions of the notebook that it calls count."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return False
-    if any(written_path(call) is not None or _dumps(call) for call in calls(node)):
+    if any(written_path(call) is not None or method(call) in _DUMPS for call in calls(node)):
         return True
     return any(_function_writes(program, call.func.id) for call in calls(node) if isinstance(call.func, ast.Name))
 
@@ -393,19 +393,7 @@ def _only_writes(node: ast.stmt) -> bool:
     return writes and isinstance(node, ast.Expr | ast.With) and not binds(node) - own_targets(node)
 
 
-def _dumps(call: ast.Call) -> bool:
-    return method(call) in (
-        "makedirs",
-        "mkdir",
-        "rmtree",
-        "copytree",
-        "make_archive",
-        "move",
-        "copyfile",
-        "unzip",
-        "extractall",
-        "urlretrieve",
-    )
+_DUMPS = "makedirs mkdir rmtree copytree make_archive move copyfile unzip extractall urlretrieve".split()
 
 
 def _function_writes(program: Program, name: str) -> bool:

@@ -311,7 +311,7 @@ HUB_STYLES: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
     "a loader that reports its failure": (
         ["try:\n    " + HUB_MODEL.replace("\n", "\n    ") + "\nexcept Exception as error:\n    print(error)\n    raise", HUB_TRAINER],
-        [], ["try:"],
+        ["try:", "print(error)"], [],
     ),
     "rows changed in a loop": (
         ['import json\nrows = json.load(open("rows.json"))\nfor row in rows:\n    row["text"] = row["q"] + row["a"]\nfrom datasets import Dataset\ndataset = Dataset.from_list(rows)', HUB_MODEL, HUB_TRAINER],

@@ -121,7 +121,7 @@ def test_old_spellings_and_defaults_stay(notebook: Callable[..., Path]) -> None:
     """The script's TrainingArguments and SFTTrainer take them, on their values."""
     script = converted(notebook()).script
     assert call(script, "TrainingArguments") == {
-        "output_dir": "'out'", "evaluation_strategy": "'no'", "warmup_ratio": "0.1", "report_to": "'none'",
+        "output_dir": "'out'", "evaluation_strategy": "'no'", "warmup_ratio": "0.1", "report_to": "'wandb'",
         "group_by_length": "True",
     }  # fmt: skip
     assert call(script, "SFTTrainer") == {
@@ -288,6 +288,14 @@ KEPT = {
     "settings of the model": ("model.config.use_cache = False\nmodel.enable_input_require_grads()", ["model.config.use_cache = False", "model.enable_input_require_grads()"]),
     "new tokens": ('tokenizer.add_special_tokens({"pad_token": "<p>"})\nmodel.resize_token_embeddings(len(tokenizer))', ["add_special_tokens", "resize_token_embeddings"]),
     "a format of its own": ("rows.set_format('torch')", ["rows.set_format('torch')"]),
+    "a function that also logs in": (
+        'from huggingface_hub import login\ndef setup():\n    login()\n    tokenizer.pad_token = "<p>"\nsetup()',
+        ["setup()", "tokenizer.pad_token = '<p>'"],
+    ),
+    "a function that also generates": (
+        'def setup():\n    print(model.generate(rows))\n    tokenizer.add_tokens(["<p>"])\nsetup()',
+        ["setup()", "tokenizer.add_tokens(['<p>'])"],
+    ),
     "globals": ("count = 0\ndef number(row):\n    global count\n    count += 1\n    return row\nrows = rows.map(number)", ["nonlocal count"]),
     "tokens by the notebook": ("def tok(r):\n    enc = tokenizer(r['text'])\n    enc['labels'] = [-100] + enc['input_ids'][1:]\n    return enc\nrows = rows.map(tok)", ["enc['labels'] = [-100]", "rows.map(tok)"]),
     "a hard-coded device": ('x = torch.zeros(1).to("cuda:1")\nmodel.register_buffer("x", x)', ["to('cuda')"]),
