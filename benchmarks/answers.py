@@ -58,7 +58,7 @@ def measure(given: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
         from finetune.chat.load import load
         from finetune.engine.checkpoint import run_artifacts
 
-        loaded = load(run_artifacts.find(given.run), backend="transformers")
+        loaded = load(run_artifacts.find_trained_model(given.run), backend="transformers")
         model, tokenizer = loaded.model, loaded.tokenizer
     import torch
 
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
 
 def batches(model: Any, encoded: list[list[int]], manner: Any) -> list[list[int]]:
     """As chat/batch.py does: prompts of similar length together, padded on the left."""
-    from finetune.engine.model.loading import complete
+    from finetune.engine.model.generation import complete
 
     order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
     found: dict[int, list[int]] = {}

@@ -3,7 +3,7 @@
     python -m benchmarks.gradients_once --train train.jsonl --work WORK --out OUT.json
 
 Two processes of this machine (gloo on a CPU, NCCL on two GPUs), four steps of two micro-batches each, on each backend:
-as the trainer does it, and without `SFTTrainer._keep_gradients_in_buckets` (docs/defects.md, D9).
+as the trainer does it, and without `DdpBuckets.before_micro_batch` (docs/defects.md, D9).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ SHAPE = "llama-190m"
 SCRIPT = """
 import os, sys
 from finetune import train
-from finetune.engine import session
+from finetune.engine.session import building
+from finetune.engine.training.ddp_buckets import DdpBuckets
 
-build = session.build_trainer
+build = building.build_trainer
 
 
 def build_as_torch_does(*arguments):
     built = build(*arguments)
-    trainer = built.trainer
     if os.environ["ONCE"] == "0":
-        trainer._keep_gradients_in_buckets = lambda model: None
+        DdpBuckets.before_micro_batch = lambda self, model, *, reduces: None
     return built
 
 
-session.build_trainer = build_as_torch_does
+building.build_trainer = build_as_torch_does
 sys.exit(train.main())
 """
 

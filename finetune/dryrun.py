@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from finetune.config import Batch, Config, fixing_arguments, resolve_batch
-from finetune.engine import preflight, report, session
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.model import read_ahead
+from finetune.engine.preflight import adapter_files
+from finetune.engine.session import opening, out_of_memory, report, start_checks
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, sharding, slices, strategy, subprocess_dry_run
 from finetune.redact import redact_arguments, redact_tree
@@ -97,20 +98,20 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    session.check_present(config)
+    opening.check_present(config)
     read_ahead.start(config)
     check_one_process()
-    config, demo = session.with_demo(config)
+    config, demo = opening.resolve_demo(config)
     world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
-        folder = preflight.base_folder(config)
+        folder = adapter_files.base_folder(config)
         layers = slices.layers_of(folder) if folder is not None else None
         if folder is not None and layers is not None and slices.counts(layers) is not None:
             return in_slices(config, folder, layers, world)
     collectives = None
     if devices is None:
         collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
-    return measure(config, world, collectives, lambda: session.open_session(config, real, demo=demo, hooks=hooks))
+    return measure(config, world, collectives, lambda: opening.open_session(config, real, demo=demo, hooks=hooks))
 
 
 def of_script(words: list[str], json: Path | None, devices: int | None = None) -> int:
@@ -176,7 +177,7 @@ def measure(
         prepare: as `trial.prepare`.
     """
     output_dir = Path(config.training.output_dir)
-    checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
+    output_folder.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
     resolved = config
     try:
         if collectives is not None and not collectives["ok"]:
@@ -190,9 +191,9 @@ def measure(
         resolved = job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
-        report.print_introduction(job, resume.Start())
-        session.check_space(config, job.model)
-        session.check_saving(job)
+        report.print_introduction(job, resume.StartPoint())
+        start_checks.check_space(config, job.model)
+        start_checks.check_saving(job)
         show_example(job)
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.existing(output_dir)) as folder:
@@ -222,12 +223,12 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     try:
         with logger:
             trial.memory.reset()
-            with session.out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(trial.job):
                 trainer.train()
             if len(trial.steps) <= WORST_STEPS:
                 raise RunError(_too_slow(trial))
             measured, results = trial.measure(process_start()), logger.results()
-            with session.out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(trial.job):
                 if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
     except RunError as error:
@@ -330,7 +331,7 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     assert cut is not None
     if sizes is None:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
-    config = master_weights.decided(config, probe().memory_gib, sizes.total)
+    config = master_weights.resolve_auto(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
     fixing = fixing_arguments(config.training, world, config.data)
@@ -600,7 +601,7 @@ def check_reload(trainer: Any, folder: Path) -> None:
     import torch
 
     model = trainer.model
-    with checkpoints.no_space(folder.parent, "the trained weights"), trainer.keeping_dtypes():
+    with output_folder.explain_full_disk(folder.parent, "the trained weights"), trainer.keep_dtypes():
         trainer.save_model(str(folder))
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -647,10 +648,10 @@ def print_report(config: Config, outcome: Outcome, line: str) -> None:
         print_line(f"  {line}")
     else:
         print_line(f"NO-GO: {outcome.reason}", style="red")
-    if held := checkpoints.existing_run(Path(config.training.output_dir)):
+    if held := output_folder.run_files(Path(config.training.output_dir)):
         training = config.training
         if outcome.go and not (training.resume_from_checkpoint or training.overwrite_output_dir):
-            print_line(f"warning: {checkpoints.holds_a_run(training.output_dir, held)}", style="yellow")
+            print_line(f"warning: {output_folder.output_taken_message(training.output_dir, held)}", style="yellow")
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, redact_tree(verdict))

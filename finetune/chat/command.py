@@ -14,7 +14,7 @@ from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
     from finetune.chat.generation import Speaker
-    from finetune.engine.checkpoint.run_artifacts import Trained
+    from finetune.engine.checkpoint.run_artifacts import TrainedModel
 
 PURPOSE = (
     "Talk to the result of a run in the terminal, or answer a file of prompts. RUN is an output folder of"
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 
     from finetune.engine.checkpoint import run_artifacts
 
-    found = run_artifacts.find(options.run)
+    found = run_artifacts.find_trained_model(options.run)
     if options.serve:
         from finetune.chat import serve
 
@@ -170,7 +170,7 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _speaker(options: argparse.Namespace, found: Trained, loaded: Any) -> Speaker:
+def _speaker(options: argparse.Namespace, found: TrainedModel, loaded: Any) -> Speaker:
     from finetune.chat.generation import Manner, Speaker
 
     manner = Manner(

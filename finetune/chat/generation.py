@@ -14,9 +14,9 @@ from transformers import set_seed
 from finetune.chat.load import Loaded
 from finetune.data.templates import render
 from finetune.data.templates.encoder import end_of_turn, load_template
-from finetune.engine.checkpoint.run_artifacts import Trained
+from finetune.engine.checkpoint.run_artifacts import TrainedModel
 from finetune.engine.model import generation_config
-from finetune.engine.model.loading import complete, end_tokens
+from finetune.engine.model.generation import complete, end_tokens
 from finetune.errors import RunError, UserError
 
 Messages = list[dict[str, str]]
@@ -52,7 +52,9 @@ class Manner:
 class Speaker:
     """A loaded model with its chat template, stop tokens and way to generate."""
 
-    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool | None) -> None:
+    def __init__(
+        self, loaded: Loaded, found: TrainedModel, manner: Manner, *, system: str | None, raw: bool | None
+    ) -> None:
         """
         Args:
             system: the system message; None takes the run's own, an empty text none.
@@ -118,11 +120,11 @@ class Speaker:
         """Tokens that end an answer: of the generation configs of model and run, of the tokenizer, and the one that
         ends a turn in the chat template. If the tokenizer has no token for that, its text."""
         tokenizer = self.loaded.tokenizer
-        stops = {*end_tokens(self.loaded.model, tokenizer), *generation_config.ends_in(self.found.folder)}
+        stops = {*end_tokens(self.loaded.model, tokenizer), *generation_config.end_tokens_in_file(self.found.folder)}
         ending = end_of_turn(tokenizer, self.template, self._variables) if self.template is not None else None
         if ending is None:
             return sorted(stops), None
-        first = generation_config.first_added(tokenizer, ending)
+        first = generation_config.first_added_token(tokenizer, ending)
         return (sorted(stops), ending) if first is None else (sorted({*stops, first}), None)
 
     # --- answers ------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from finetune.engine import preflight
-from finetune.engine.checkpoint.run_artifacts import Trained
+from finetune.engine.checkpoint.run_artifacts import TrainedModel
+from finetune.engine.preflight import model_files
 from finetune.runtime import files
 
 
-def commands(found: Trained) -> dict[str, Any]:
+def commands(found: TrainedModel) -> dict[str, Any]:
     """{vllm, llama.cpp, ask}: the steps of each, as shell commands. A full model needs no export for vLLM."""
     source, name = str(found.given), found.given.resolve().name
     if found.folder != found.given:
@@ -50,11 +50,11 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "# then, in another terminal", found["ask"]])
 
 
-def _context(found: Trained) -> int | None:
+def _context(found: TrainedModel) -> int | None:
     """Tokens of the model's context, from config.json of the model or of a local base; None if it is not known here."""
     folder = found.folder if found.adapter is None else Path(found.base or "")
     try:
-        shape = files.read_json(folder / preflight.SHAPES[0])
+        shape = files.read_json(folder / model_files.SHAPES[0])
     except (OSError, ValueError):
         return None
     inner = shape.get("text_config", shape) if isinstance(shape, dict) else {}

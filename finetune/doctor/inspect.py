@@ -133,7 +133,7 @@ def start_stack(backend: str) -> dict[str, Any]:
         "reason": stack.reason,
         "device": stack.device,
         "flash_4": flash.unusable(),
-        "liger": liger.unusable(stack.device),
+        "liger": liger.why_unavailable(stack.device),
         "patches": [verdict.to_dict() for verdict in stack.patches],
         "hardware": hardware.probe().to_dict(),
     }

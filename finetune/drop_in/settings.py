@@ -18,7 +18,7 @@ from finetune.config.schema import (
     TrainingConfig,
 )
 from finetune.engine.monitoring import trackers
-from finetune.engine.optimizer.master_weights import FLOAT32, NONE, Choice, rounded
+from finetune.engine.optimizer.master_weights import FLOAT32, NONE, WeightPrecision, count_rounded
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
@@ -91,8 +91,8 @@ def for_training(args: Any, batch: Batch) -> Any:
     args.chat_template_path = None  # the tokenizer has it by now
     # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
     args.report_to = [name for name in args.report_to if name != "tensorboard" and distributed.ranks().is_main]
-    trackers.no_telemetry()
-    # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
+    trackers.disable_telemetry()
+    # See engine.trainer.training_arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
     args.ddp_timeout = timeout(args)
@@ -182,9 +182,11 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_
     return Config(**sections, given=given)
 
 
-def kept_weights(model: Any) -> Choice:
+def kept_weights(model: Any) -> WeightPrecision:
     """How the script keeps its trained weights: as it has loaded the model."""
-    return Choice(kind=NONE if rounded(model.parameters()) else FLOAT32, reason="as the script loads the model")
+    return WeightPrecision(
+        kind=NONE if count_rounded(model.parameters()) else FLOAT32, reason="as the script loads the model"
+    )
 
 
 def _dtype(args: Any, model: Any) -> Any:

@@ -117,7 +117,7 @@ def _is_complete(home: Path) -> bool:
 def _write(paths: DemoPaths, seed: int) -> None:
     train, held_out = rows(seed)
     paths.model_dir.mkdir(parents=True)
-    _write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
+    write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
     for file, content in ((paths.train_file, train), (paths.eval_file, held_out)):
         file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
@@ -140,7 +140,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
     while len(answers) < count:
         scene = rng.sample(facts, rng.choice((2, 3)))
         if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # no name, color or thing twice
-            prompt, answer = _instruction(len(answers) % KINDS, scene)
+            prompt, answer = make_instruction(len(answers) % KINDS, scene)
             answers[prompt] = answer
     return [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
@@ -148,7 +148,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
     ]
 
 
-def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
+def make_instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     """The prompt of this kind about a scene of two or three facts, and its answer."""
     scene = " ".join(map(str, facts))
     first, last = facts[0], facts[-1]
@@ -165,7 +165,7 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     )[kind]
 
 
-def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
+def write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     """A Llama of half a million random weights, and a byte-level BPE tokenizer trained on `texts`."""
     import torch  # here, not above: Unsloth must be imported before transformers
     from safetensors.torch import save_file

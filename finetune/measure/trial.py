@@ -20,8 +20,8 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
 from finetune.engine.optimizer import eight_bit
-from finetune.engine.session import Build, build_trainer
-from finetune.engine.trainer import set_learning_rate
+from finetune.engine.optimizer.learning_rate import set_learning_rate
+from finetune.engine.session.building import BuiltTrainer, build_trainer
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.measure.micro_batch import Memory, longest_rows, memory_of
@@ -107,7 +107,7 @@ def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
     """Bytes that a forward pass on the longest rows keeps for the backward pass, beside the parameters: what autograd
     saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
     rows = longest_rows(layout, per_device)
-    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
     own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
@@ -243,14 +243,14 @@ class Trial:
             # In full fine-tuning the trainer lets DDP hold the gradients in its buckets. The first step holds them
             # twice; the optimizer state, allocated later, takes at least as much memory with most optimizers.
             as_bucket_view=job.config.model.full_finetuning
-            and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
+            and optimizer_bytes(self.trainer) >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
         )
 
 
-def _state_bytes(trainer: Any) -> int:
+def optimizer_bytes(trainer: Any) -> int:
     """Bytes of the optimizer state."""
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
     return sum(eight_bit.local_bytes(value) for value in values if torch.is_tensor(value))
@@ -274,7 +274,7 @@ def prepare(
     job: Job,
     folder: Path,
     memory: Memory | None = None,
-    build: Callable[[Job, Path], Build] = build_trainer,
+    build: Callable[[Job, Path], BuiltTrainer] = build_trainer,
 ) -> Trial:
     """Build the real trainer, to run on the longest rows first and then on typical ones.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import ConfigError, load
-from finetune.engine import preflight
+from finetune.engine.preflight import config_checks, hub
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
@@ -187,6 +187,6 @@ def test_run_json_and_the_resolved_configuration(tmp_path: Path) -> None:
 def test_the_name_of_a_model_is_shown_without_its_password(tmp_path: Path) -> None:
     config = load(["--model.model_name_or_path", SHAPES["address"], "--data.train_file", "x.jsonl"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_hub_is_off", lambda: True)
+        patch.setattr(hub, "hub_is_off", lambda: True)
         with pytest.raises(UserError, match=rf"https://{re.escape(MASK)}@example.org"):
-            preflight.check_model(config)
+            config_checks.check_model(config)

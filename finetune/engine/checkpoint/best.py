@@ -20,7 +20,7 @@ from finetune.runtime.ranks import distributed
 _STATE = "best_model"  # key in `stateful_callbacks` of trainer_state.json
 
 
-def set_arguments(args: Any, training: TrainingConfig) -> None:
+def set_best_model_arguments(args: Any, training: TrainingConfig) -> None:
     """Set the fields of SFTConfig for the best model. They are set on the finished object, whose constructor would
     require save_steps to be a multiple of eval_steps: here each new best is saved when it is found."""
     args.metric_for_best_model = training.best_metric
@@ -28,7 +28,7 @@ def set_arguments(args: Any, training: TrainingConfig) -> None:
     args.load_best_model_at_end = training.load_best_model_at_end
 
 
-def callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
+def best_model_callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
     """The callback of a run that tracks its best evaluation; none for other runs.
 
     Args:
@@ -132,7 +132,7 @@ def _gain(value: float, best: float | None, *, greater: bool) -> float:
     return value - best if greater else best - value
 
 
-def verify(checkpoint: Path, last: Path) -> None:
+def verify_best_checkpoint(checkpoint: Path, last: Path) -> None:
     """Compare the checksums of the best checkpoint, once per machine. Every rank calls it.
 
     Args:
@@ -150,7 +150,7 @@ def verify(checkpoint: Path, last: Path) -> None:
         )
 
 
-def summary(trainer: Any) -> dict[str, Any] | None:
+def best_summary(trainer: Any) -> dict[str, Any] | None:
     """{step, metric, value, loaded} of the best evaluation, for run.json; None if none was tracked."""
     state, args = trainer.state, trainer.args
     if args.metric_for_best_model is None or not state.best_global_step:

@@ -50,7 +50,7 @@ def write(
     me = distributed.ranks()
     dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
-    planned = plan(sizes, file_bytes or _file_bytes(sizes, me.world_size))
+    planned = plan_files(sizes, file_bytes or _file_bytes(sizes, me.world_size))
     names = _file_names(stem, len(planned))
     for first in range(0, len(planned), me.world_size):  # one file per rank at a time
         wave = planned[first : first + me.world_size]
@@ -60,7 +60,7 @@ def write(
                 tensor = tensors[key].detach()
                 tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if writer == me.rank:
-                    kept[key] = rounding.rounded(tensor.to("cpu"), dtypes[key], key).contiguous()
+                    kept[key] = rounding.round_to(tensor.to("cpu"), dtypes[key], key).contiguous()
                 del tensor
         if kept:
             path = folder / names[first + me.rank]
@@ -75,7 +75,7 @@ def write(
     distributed.barrier()
 
 
-def plan(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+def plan_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     """The names in each file, in order; at least one file, and no file above `file_bytes` with more than one tensor.
 
     Args:
@@ -107,10 +107,10 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # wraps the operating system's error in a text
-        raise _unwrapped(error, path) from error
+        raise _to_os_error(error, path) from error
 
 
-def _unwrapped(error: SafetensorError, path: Path) -> Exception:
+def _to_os_error(error: SafetensorError, path: Path) -> Exception:
     """The operating system's error if the disk is full, which the command reports with what to do."""
     if "os error 28" in str(error) or "No space left" in str(error):
         return OSError(28, "No space left on device", str(path))
@@ -158,18 +158,18 @@ class TensorFiles:
         """The shape of a tensor, from the header alone."""
         return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
 
-    def whole(self, key: str) -> torch.Tensor:
+    def read_full(self, key: str) -> torch.Tensor:
         """A tensor, on the host."""
         return self._file(self._file_of[key]).get_tensor(key)
 
-    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor, on the host; nothing else is read."""
         return self._file(self._file_of[key]).get_slice(key)[start:stop]
 
-    def like(self, key: str, target: torch.Tensor) -> torch.Tensor:
+    def read_like(self, key: str, target: torch.Tensor) -> torch.Tensor:
         """The tensor, or of a sharded `target` this rank's part, on the host."""
-        span = rows_of(target)
-        return self.whole(key) if span is None else self.rows(key, *span)
+        span = local_rows(target)
+        return self.read_full(key) if span is None else self.read_rows(key, *span)
 
 
 def _is_name(name: Any) -> bool:
@@ -177,7 +177,7 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First row of this rank's part and the row after its last; None for a tensor that is whole.
 
     Raises:
@@ -193,18 +193,18 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy what `TensorFiles.like` has read into a parameter, without touching its gradient."""
+    """Copy what `TensorFiles.read_like` has read into a parameter, without touching its gradient."""
     with torch.no_grad():
         (target.to_local() if isinstance(target, DTensor) else target).copy_(source)
 
 
-def part_of(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor on the host, split and placed as `like`, in its own type."""
-    span = rows_of(like)
-    return source if span is None else as_part(source[span[0] : span[1]], like)
+    span = local_rows(like)
+    return source if span is None else to_dtensor(source[span[0] : span[1]], like)
 
 
-def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def to_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part as a DTensor that is split as `like`; a whole tensor as it is."""
     if not isinstance(like, DTensor):
         return local
@@ -262,17 +262,17 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     for key in stored.keys():
         if eight_bit.is_scales(key):  # read with their codes
             continue
-        in_8_bits = eight_bit.key_of_codes(key)
+        in_8_bits = eight_bit.codes_state_key(key)
         number, _, name = (in_8_bits or key).partition(".")
         index, shape = int(number), stored.shape(key)
         if not shape:  # the count of steps
-            value = stored.whole(key)
+            value = stored.read_full(key)
         elif shape == tuple(parameters[index].shape):
-            part = stored.like(key, parameters[index])
+            part = stored.read_like(key, parameters[index])
             if in_8_bits is not None:
-                scales = stored.like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
-                part = eight_bit.of_codes(part, scales, name)
-            value = as_part(eight_bit.encoded(part, name) if in_codes else part, parameters[index])
+                scales = stored.read_like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
+                part = eight_bit.from_codes(part, scales, name)
+            value = to_dtensor(eight_bit.encode(part, name) if in_codes else part, parameters[index])
         else:
             raise ValueError(f"{key} has shape {list(shape)}, its parameter {list(parameters[index].shape)}")
         state.setdefault(index, {})[name] = value
@@ -296,10 +296,10 @@ def split_optimizer(
 
     def part(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if not in_codes:
-            return part_of(value, like)
-        span = rows_of(like)
-        own = value if span is None else eight_bit.rows_of(value, *span)
-        return as_part(eight_bit.encoded(own, name), like)
+            return shard_like(value, like)
+        span = local_rows(like)
+        own = value if span is None else eight_bit.slice_rows(value, *span)
+        return to_dtensor(eight_bit.encode(own, name), like)
 
     split = {
         index: {

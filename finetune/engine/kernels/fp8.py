@@ -25,7 +25,7 @@ from finetune.errors import UserError
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FORMAT).max
 SMALLEST = 1e-12  # of a row's largest value, so that the scale of a row of zeros is not 0
-KEPT = ("v_proj", "o_proj")  # in 16 bits, in every layer
+KEPT_IN_16_BITS = ("v_proj", "o_proj")  # in 16 bits, in every layer
 FIRST, LAST = 1, 2  # layers that stay in 16 bits as a whole,
 DEEP = 12  # in a model of at least so many
 FASTER_FROM = 2**23  # weights of a layer: on an H200, smaller ones took 1.0 to 5 times as long in FP8 as in bfloat16
@@ -153,8 +153,8 @@ def convert(model: nn.Module) -> int:
     if not found:
         raise UserError(
             "model.load_in_fp8 is set, but the model has no frozen linear layer that is faster in FP8: one between the "
-            f"first and the last, other than {' and '.join(KEPT)}, with sizes that are multiples of {MULTIPLE} and at "
-            f"least {FASTER_FROM:,} weights. FP8 does not save memory. Set it to false."
+            f"first and the last, other than {' and '.join(KEPT_IN_16_BITS)}, with sizes that are multiples of "
+            f"{MULTIPLE} and at least {FASTER_FROM:,} weights. FP8 does not save memory. Set it to false."
         )
     return len(found)
 
@@ -174,7 +174,7 @@ def _is_kept(words: list[str], depth: int) -> bool:
     """Whether a linear layer stays in 16 bits, by the words of its name and the model's number of layers."""
     layer = next((int(word) for word in words if word.isdigit()), None)
     at_an_end = layer is not None and depth >= DEEP and not FIRST <= layer < depth - LAST
-    return at_an_end or any(word in KEPT for word in words)
+    return at_an_end or any(word in KEPT_IN_16_BITS for word in words)
 
 
 def _can_be_converted(layer: nn.Linear) -> bool:

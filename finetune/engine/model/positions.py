@@ -11,7 +11,7 @@ from finetune.errors import UserError
 # Words in a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
 _WORDS = {"wpe", "pos", "position", "positions"}
 # What configurations call their number: nearly all, MPT and DBRX, Whisper's kin.
-_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_CONFIG_KEYS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _SPARE_ROWS = 8  # tables may begin with rows for padding: OPT's with 2
 
 
@@ -20,7 +20,7 @@ def limit(model: Any) -> int | None:
     config = model.config.get_text_config()
     if config.model_type == "mpt":  # its table of linear biases is computed in every forward pass
         return config.max_seq_len
-    named = (getattr(config, name, None) for name in _NAMES)
+    named = (getattr(config, name, None) for name in _CONFIG_KEYS)
     found = [rows for most in named if isinstance(most, int) and (rows := _rows(model, most)) is not None]
     return min(found, default=None)
 
@@ -60,7 +60,7 @@ def check(model: Any, rows: Any, split: str, setting: str = "data.max_length") -
         )
 
 
-def room(model: Any, length: int) -> int | None:
+def remaining_tokens(model: Any, length: int) -> int | None:
     """Tokens that an answer to a prompt of `length` tokens may have; None without a limit.
 
     Raises:

@@ -22,7 +22,7 @@ from finetune.runtime.ranks import distributed, interrupt
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 
-def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
+def user_callbacks(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
     """Callbacks of the classes that logging.callbacks names, made without arguments. An exception in one of them
     becomes a RunError that names the class and the event.
 
@@ -42,12 +42,12 @@ def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
         with user_code.errors_named(key, name, "__init__"):
             callback = kind()
         for event in EVENTS:
-            setattr(callback, event, _named(getattr(callback, event), key, name, event))
+            setattr(callback, event, _with_named_errors(getattr(callback, event), key, name, event))
         found.append(callback)
     return found
 
 
-def _named(method: Callable[..., Any], key: str, name: str, event: str) -> Callable[..., Any]:
+def _with_named_errors(method: Callable[..., Any], key: str, name: str, event: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with user_code.errors_named(key, name, event):
@@ -158,7 +158,7 @@ class ParityDump(TrainerCallback):
     def _save(self, name: str, tensors: dict[str, Any]) -> None:
         plain = {}
         for key, tensor in tensors.items():
-            gathered = shard.whole(tensor)  # on every rank, one at a time
+            gathered = shard.gather_full(tensor)  # on every rank, one at a time
             if distributed.ranks().is_main:
                 plain[key.removeprefix("module.")] = gathered.cpu().contiguous()
         if distributed.ranks().is_main:

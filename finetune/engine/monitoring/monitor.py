@@ -80,7 +80,7 @@ class Monitor:
         self._tokens, self._squares = tokens, squared_lengths
         self._timer = PhaseTimer(trainer, device)
         self._norms: list[Any] = []
-        self._sample: master_weights.Sample | None = None
+        self._sample: master_weights.WeightSample | None = None
         self._unchanged: torch.Tensor | None = None
         self._steps = 0  # of this process
         self._shares = np.zeros((2, distributed.ranks().world_size), dtype=np.int64)  # tokens and squares by rank
@@ -100,7 +100,7 @@ class Monitor:
 
     @property
     def steps(self) -> list[dict[str, list[float]]]:
-        """Seconds by phase of every step so far (see `phases.split`). Synchronizes with the device.
+        """Seconds by phase of every step so far (see `phases.split_steps`). Synchronizes with the device.
 
         Raises:
             ValueError: `keep_steps` was not called.
@@ -157,7 +157,7 @@ class Monitor:
         steps, waited = self._timer.take(), self._timer.host_lead
         if self._kept is not None:
             self._kept += steps
-        losses = self._trainer.take_step_losses()
+        losses = self._trainer.statistics.take_losses()
         first = self._steps - len(steps) + 1
         if first == 1:
             steps, first = steps[1:], 2
@@ -167,7 +167,7 @@ class Monitor:
         self._norms.clear()
         vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
         fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
-        gpus = _gpus([vector[len(losses) + len(FIELDS) :] for vector in vectors])
+        gpus = gpus_by_rank([vector[len(losses) + len(FIELDS) :] for vector in vectors])
         unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
@@ -186,7 +186,7 @@ class Monitor:
 
     def sample_weights(self) -> None:
         """Before an optimizer step whose record is due: keep a sample of the trained weights."""
-        self._sample = master_weights.Sample(self._trainer.model.parameters())
+        self._sample = master_weights.WeightSample(self._trainer.model.parameters())
 
     def compare_weights(self) -> None:
         """After the step: count the weights of the sample that it left unchanged."""
@@ -217,11 +217,11 @@ class Monitor:
         }
 
     def _statistics(self) -> dict[str, float]:
-        found = self._trainer.take_token_statistics()
+        found = self._trainer.statistics.take_tokens()
         weights, self._unchanged = self._unchanged, None
         top1, entropy = found or (math.nan, math.nan)
         unchanged, compared = (math.nan, math.nan) if weights is None else weights.tolist()
-        balancing = self._trainer.take_load_balancing()
+        balancing = self._trainer.statistics.take_load_balancing()
         return {
             "top1": top1,
             "entropy": entropy,
@@ -246,7 +246,7 @@ def typical_step(
     step, so that the phases add up to `step`. NaN without steps.
 
     Args:
-        steps: seconds by phase of each step, as from `phases.split`.
+        steps: seconds by phase of each step, as from `phases.split_steps`.
         exposed: communication that no computation hides; taken out of the backward pass. None if not known.
     """
     if not steps:
@@ -293,7 +293,7 @@ def _rank_record(
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)
 
 
-def _gpus(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
+def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
     """Samples by global rank, from each machine's first rank."""
     width, found = len(gpu_sampler.FIELDS), {}
     for sender, block in enumerate(blocks):

@@ -50,13 +50,13 @@ class PhaseTimer(TrainerCallback):
         self._clock.mark()
 
     def stop(self) -> list[dict[str, list[float]]]:
-        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split`)."""
+        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split_steps`)."""
         self.on = False
         return self.take()
 
     def take(self) -> list[dict[str, list[float]]]:
-        """The steps since `start` or the last call, between two steps; synchronizes with the device (see `split`)."""
-        return split(self._clock.drain())
+        """The steps since `start` or the last call (see `split_steps`). Call it between steps. It synchronizes."""
+        return split_steps(self._clock.drain())
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.on:
@@ -100,7 +100,7 @@ class PhaseTimer(TrainerCallback):
             self._clock.mark(label)
 
 
-def split(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]]:
+def split_steps(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]]:
     """Seconds of each complete step by phase, one number per interval: several of forward and backward under gradient
     accumulation.
 

@@ -137,13 +137,15 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
 
 def facts_page(facts: dict[str, Any]) -> str:
     """Facts of the run as a two-column table; nested ones are joined with dots."""
-    return table(["", "value"], flat(facts))
+    return table(["", "value"], flatten(facts))
 
 
-def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """(dotted name, value) of a tree of dicts; lists stay values."""
     if isinstance(tree, dict):
-        return [pair for key, value in tree.items() for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))]
+        return [
+            pair for key, value in tree.items() for pair in flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
     return [(prefix, tree)]
 
 
@@ -155,7 +157,7 @@ def configuration_page(config: dict[str, Any], given: Iterable[str]) -> str:
         given: dotted names that the user wrote.
     """
     given = set(given)
-    pairs = flat(config)
+    pairs = flatten(config)
     chosen = [pair for pair in pairs if pair[0] in given]
     others = [pair for pair in pairs if pair[0] not in given]
     return "\n\n".join(
@@ -212,7 +214,7 @@ def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
             width = 700 * (getattr(rank, name) or 0.0) / longest
             draw.rectangle((x, y, x + width, y + 28), fill=COLORS[name])
             x += width
-        draw.text((x + 6, y + 6), seconds(rank.step or 0.0), fill="black", font_size=15)
+        draw.text((x + 6, y + 6), format_seconds(rank.step or 0.0), fill="black", font_size=15)
     for place, name in enumerate(PHASES):
         x, y = 80 + 135 * place, image.height - 28
         draw.rectangle((x, y, x + 12, y + 12), fill=COLORS[name])
@@ -220,7 +222,7 @@ def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
     return np.asarray(image)
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A duration for people."""
     if not math.isfinite(value):
         return "?"

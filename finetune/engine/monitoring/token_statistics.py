@@ -21,7 +21,7 @@ class TokenStatistics:
     is_top1: torch.Tensor  # whether the label is the likeliest token
 
 
-def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
+def from_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
     """The statistics of a forward pass: from the fused head's own values or from the logits; None if it has neither.
 
     Args:
@@ -33,10 +33,10 @@ def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
     logits = getattr(outputs, "logits", None)
     if not torch.is_tensor(logits) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
         return None  # Unsloth's fused loss leaves no logits
-    return _of_logits(logits.detach()[:, :-1], labels[:, 1:])
+    return _from_logits(logits.detach()[:, :-1], labels[:, 1:])
 
 
-def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
+def _from_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
     supervised = targets != IGNORE_INDEX
     chosen, wanted = logits[supervised], targets[supervised]
     columns: list[list[torch.Tensor]] = [[], [], []]

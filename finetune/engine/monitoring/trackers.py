@@ -35,7 +35,7 @@ _UNPREFIXED = frozenset(("azure_ml", "dagshub", "dvclive", "mlflow"))
 _RENAMED = frozenset(metric.name for metric in METRICS if metric.logged)
 
 
-def callbacks(names: Sequence[str]) -> list[TrainerCallback]:
+def tracker_callbacks(names: Sequence[str]) -> list[TrainerCallback]:
     """The trackers' callbacks, on rank 0; on other ranks there are none.
 
     Raises:
@@ -45,21 +45,21 @@ def callbacks(names: Sequence[str]) -> list[TrainerCallback]:
         return []
     found = []
     for name in names:
-        no_telemetry()
+        disable_telemetry()
         try:
             found.append(integration_utils.INTEGRATION_TO_CALLBACK[name]())
         except Exception as error:  # of a library of the service
-            raise _refusal(name, error) from error
+            raise _unusable_error(name, error) from error
     return found
 
 
-def no_telemetry() -> None:
+def disable_telemetry() -> None:
     """Switch the services' usage statistics off, unless the user has set the variables."""
     for variable, value in _NO_TELEMETRY.items():
         os.environ.setdefault(variable, value)
 
 
-def adopt(given: Sequence[TrainerCallback], reported: dict[str, float]) -> list[Tracker]:
+def wrap_trackers(given: Sequence[TrainerCallback], reported: dict[str, float]) -> list[Tracker]:
     """Take over the trackers among a trainer's callbacks: see `Tracker`.
 
     Args:
@@ -114,7 +114,7 @@ class Tracker:
             raise
         except Exception as error:
             if not self._begun:
-                raise _refusal(self.name, error) from error
+                raise _unusable_error(self.name, error) from error
             self._failed = True
             why = printable(" ".join(describe(error).split()))[:300]
             warn(f"{self.name} failed ({why}). The training continues without it; TensorBoard's files are complete.")
@@ -128,7 +128,7 @@ class Tracker:
             self._call("on_train_end", *args, **kwargs)
 
 
-def _refusal(name: str, error: Exception) -> RunError:
+def _unusable_error(name: str, error: Exception) -> RunError:
     text = " ".join(describe(error).split())[:300].rstrip(".")
     return RunError(
         f"logging.report_to: {name} cannot be used here: {text}. Log in, choose its offline mode (docs/tracking.md), "

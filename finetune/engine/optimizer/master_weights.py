@@ -31,7 +31,7 @@ SHARE = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class WeightPrecision:
     """How trained weights are kept: float32, stochastic or none (rounded to nearest in 16 bits)."""
 
     kind: str
@@ -42,7 +42,7 @@ class Choice:
         return asdict(self)
 
 
-def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
+def choose(config: Config, stack: Stack, dtype: torch.dtype) -> WeightPrecision:
     """The configured precision of the trained weights; `auto` from the model's size and the smallest GPU of the run,
     never from the number of GPUs. Every rank calls it.
 
@@ -55,20 +55,20 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
     asked = config.training.master_weights
     instead = "" if asked in ("auto", FLOAT32) else f", so training.master_weights: {asked} does not apply"
     if dtype == torch.float32:
-        return Choice(kind=FLOAT32, reason=f"the model computes in float32{instead}")
+        return WeightPrecision(kind=FLOAT32, reason=f"the model computes in float32{instead}")
     if dtype == torch.float16:
-        return Choice(kind=FLOAT32, reason=f"float16 gradients need float32 weights{instead}")
+        return WeightPrecision(kind=FLOAT32, reason=f"float16 gradients need float32 weights{instead}")
     if asked != "auto":
-        return Choice(kind=asked, reason="set by training.master_weights")
+        return WeightPrecision(kind=asked, reason="set by training.master_weights")
     if stack.device == "cpu":
-        return Choice(kind=FLOAT32, reason="on a CPU")
+        return WeightPrecision(kind=FLOAT32, reason="on a CPU")
     if not config.model.full_finetuning:
-        return Choice(kind=FLOAT32, reason="an adapter is small")
+        return WeightPrecision(kind=FLOAT32, reason="an adapter is small")
     memory = min(one for one in distributed.gather_objects(hardware.probe().memory_gib) if one is not None)
-    return by_size(config, memory, parameters(config))
+    return choose_by_size(config, memory, count_parameters(config))
 
 
-def by_size(config: Config, memory: float, count: int | None) -> Choice:
+def choose_by_size(config: Config, memory: float, count: int | None) -> WeightPrecision:
     """What `auto` chooses for full fine-tuning of a 16-bit model.
 
     Args:
@@ -79,11 +79,11 @@ def by_size(config: Config, memory: float, count: int | None) -> Choice:
         UserError: it is stochastic rounding, which the optimizer does not have.
     """
     if count is None:
-        return Choice(kind=FLOAT32, reason="the model's size is not known before it is loaded")
+        return WeightPrecision(kind=FLOAT32, reason="the model's size is not known before it is loaded")
     needed = count * bytes_per_weight(config.training.optim) / 2**30
     sizes = f"weights, gradients and optimizer state take {needed:.1f} of {memory:.1f} GiB in float32"
     if needed <= SHARE * memory:
-        return Choice(kind=FLOAT32, reason=sizes)
+        return WeightPrecision(kind=FLOAT32, reason=sizes)
     if config.training.optim not in STOCHASTIC_OPTIMIZERS:
         raise UserError(
             f"training.optim is {config.training.optim}, which cannot round stochastically, and {sizes}: more than "
@@ -91,27 +91,27 @@ def by_size(config: Config, memory: float, count: int | None) -> Choice:
             "training.master_weights to float32 (with training.strategy: shard, each GPU holds a part), or to none, "
             "which loses small updates."
         )
-    return Choice(kind=STOCHASTIC, reason=f"{sizes}, more than {SHARE:.0%} of the smallest GPU")
+    return WeightPrecision(kind=STOCHASTIC, reason=f"{sizes}, more than {SHARE:.0%} of the smallest GPU")
 
 
-def decided(config: Config, memory: float | None, count: int) -> Config:
+def resolve_auto(config: Config, memory: float | None, count: int) -> Config:
     """The configuration with what `auto` becomes on GPUs of `memory` GiB, for a model of `count` parameters."""
     training, model = config.training, config.model
     if training.master_weights != "auto":
         return config
     kind: Any = FLOAT32
     if model.full_finetuning and memory is not None and model.dtype not in ("float32", "float16"):
-        kind = by_size(config, memory, count).kind
+        kind = choose_by_size(config, memory, count).kind
     return replace(config, training=replace(training, master_weights=kind))
 
 
 def bytes_per_weight(optimizer: str) -> float:
     """Memory per trained float32 weight: itself, its gradient, the optimizer's state, and a copy in 16 bits that
     autocast keeps from the forward to the backward pass."""
-    return 4 + 4 + state_bytes.per_weight(optimizer, 4) + 2
+    return 4 + 4 + state_bytes.state_bytes_per_weight(optimizer, 4) + 2
 
 
-def parameters(config: Config) -> int | None:
+def count_parameters(config: Config) -> int | None:
     """Number of the model's parameters, tied ones once, from its configuration; None if it cannot be built from that
     alone."""
     from accelerate import init_empty_weights
@@ -198,12 +198,12 @@ def saved_state(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     for name, one in model.state_dict().items():
         place = one.data_ptr(), one.shape, one.dtype
         if place not in made:
-            made[place] = rounding.rounded(one.cpu(), saved_dtype(model, name, one, dtype), name)
+            made[place] = rounding.round_to(one.cpu(), saved_dtype(model, name, one, dtype), name)
         found[name] = made[place]
     return found
 
 
-def rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
+def count_rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Number of trained weights that have 16 bits."""
     sixteen = (torch.bfloat16, torch.float16)
     return sum(one.numel() for one in parameters if one.requires_grad and one.dtype in sixteen)
@@ -283,7 +283,7 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
 SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 2**14  # at most, and of each; a few kernels per tensor at logging steps
 
 
-class Sample:
+class WeightSample:
     """A sample of the trained weights just before an optimizer step, to count those that the step leaves unchanged.
     Weights without a gradient, such as the embeddings of absent tokens, are not counted. Stays on the device."""
 
@@ -314,9 +314,9 @@ def _local(tensor: Any) -> torch.Tensor:
 # --- what a run says about it -----------------------------------------------------------------------------------------
 
 
-def warning(model: Any, choice: Choice, learning_rate: float) -> str | None:
+def lost_updates_warning(model: Any, choice: WeightPrecision, learning_rate: float) -> str | None:
     """A sentence if updates are lost: trained weights in 16 bits that are rounded to nearest."""
-    if choice.kind != NONE or not (count := rounded(model.parameters())):
+    if choice.kind != NONE or not (count := count_rounded(model.parameters())):
         return None
     return (
         f"{count:,} trained weights have 16 bits and are rounded to nearest (master_weights: none; {choice.reason}). "

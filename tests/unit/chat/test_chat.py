@@ -22,7 +22,7 @@ from finetune.chat import load as loading
 from finetune.engine.checkpoint import run_artifacts
 from finetune.errors import UserError
 from tests.helpers import tiny
-from tests.unit.engine.checkpoint.test_resume import in_this_process
+from tests.helpers.runs import in_this_process
 
 # Not the template of the base model: what was trained with is saved, and is what chat uses.
 TEMPLATE = (
@@ -162,7 +162,7 @@ def speaker(folder: Path, **manner: Any) -> Any:
     from finetune.chat import load
     from finetune.chat.generation import Manner, Speaker
 
-    found = run_artifacts.find(folder)
+    found = run_artifacts.find_trained_model(folder)
     given = {"max_new_tokens": LONGEST, "temperature": None, "greedy": True, "seed": 1, **manner}
     return Speaker(load.load(found), found, Manner(**given), system=None, raw=False)
 
@@ -174,7 +174,7 @@ def test_an_answer_ends_at_every_stop_token(run: Path, copy: Path, tiny_model: P
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
     whole = speaker(run)
     (ids,) = [whole.encode(whole.opening(PROMPTS[0]))]
-    from finetune.engine.model.loading import complete
+    from finetune.engine.model.generation import complete
 
     (tokens,) = complete(whole.loaded.model, [ids], whole.settings(LONGEST))
     stop = next(token for token in tokens[3:] if token not in tokens[:3])
@@ -269,12 +269,12 @@ def test_a_message_that_is_too_long_is_reported_and_forgotten(
 def test_a_run_that_has_not_finished_stands_for_its_newest_complete_checkpoint(copy: Path) -> None:
     record = json.loads((copy / "run.json").read_text())
     (copy / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
-    found = run_artifacts.find(copy)
+    found = run_artifacts.find_trained_model(copy)
     assert found.folder.name == "checkpoint-4" and "interrupted" in str(found.note) and found.base is not None
     (copy / "checkpoint-4" / "adapter_model.safetensors").unlink()
-    assert run_artifacts.find(copy).folder.name == "checkpoint-2"
-    assert run_artifacts.find(copy / "checkpoint-2").note is None
-    assert run_artifacts.find(copy / "checkpoint-2").base_digest == record["settings"]["base weights"]
+    assert run_artifacts.find_trained_model(copy).folder.name == "checkpoint-2"
+    assert run_artifacts.find_trained_model(copy / "checkpoint-2").note is None
+    assert run_artifacts.find_trained_model(copy / "checkpoint-2").base_digest == record["settings"]["base weights"]
 
 
 def truncate(file: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(
 def test_a_run_that_saved_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"status": "failed"}))
     with pytest.raises(UserError, match=r"^nothing is saved in .*: the run is failed, without a final model"):
-        run_artifacts.find(tmp_path)
+        run_artifacts.find_trained_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -421,19 +421,19 @@ def test_which_backend_answers(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     adapter = {"base_model_name_or_path": "BASE"}
-    found = run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=adapter, record={"backend": trained_by})
+    found = run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=adapter, record={"backend": trained_by})
     assert loading._backend(asked_for, found, base) == expected
 
 
 def test_unsloth_is_refused_for_what_it_would_not_load(tmp_path: Path) -> None:
-    full = run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=None)
+    full = run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=None)
     assert loading._backend("auto", full, None) == "transformers"
     with pytest.raises(UserError, match="adapters only"):
         loading._backend("unsloth", full, None)
     adapter = {"base_model_name_or_path": "BASE"}
     with pytest.raises(UserError, match=r"names \(BASE\), and --base is elsewhere"):
         loading._backend(
-            "unsloth", run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere"
+            "unsloth", run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere"
         )
 
 

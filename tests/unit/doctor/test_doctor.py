@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,7 +23,6 @@ from packaging.utils import canonicalize_name
 import patches
 from finetune.config import Config, load
 from finetune.doctor import checks, inspect, pinned_versions, report
-from finetune.engine.checkpoint import checkpoints
 from finetune.runtime import bootstrap
 from tests.helpers import ROOT, launch
 from tests.helpers.nvml import Card, install
@@ -313,7 +313,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     missing = verdict("model and data files", two_gpus, *data)
     assert missing[0] == "stop" and "csv" in missing[1]
 
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
     assert verdict("output folder", two_gpus)[0] == "stop"
 
 

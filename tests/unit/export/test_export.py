@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.checkpoint import base_weights, checkpoints
 from finetune.engine.optimizer import master_weights
 from finetune.errors import UserError
 from finetune.export import card, command, gguf, hub, source, verify
@@ -91,7 +91,7 @@ def make_run(folder: Path, base: Path, **lora: Any) -> Any:
         shutil.copyfile(file, folder / file.name)
     shutil.copyfile(base / "chat_template.jinja", folder / "chat_template.jinja")
     model = {"model_name_or_path": str(base), "chat_template": None}
-    content = {"status": "done", "steps": 7, "settings": resume.base_files(base), "eval_loss_after": 1.25}
+    content = {"status": "done", "steps": 7, "settings": base_weights.base_model_files(base), "eval_loss_after": 1.25}
     content["config"] = {"model": model, "data": {"train_file": "/home/me/secret project/rows.jsonl"}}
     (folder / "run.json").write_text(json.dumps(content))
     return peft

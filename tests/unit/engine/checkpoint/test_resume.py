@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from finetune.config import Config, TrainingConfig, load
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.checkpoint import base_weights, checkpoints, resume, run_settings
 from finetune.errors import UserError
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
@@ -222,7 +222,7 @@ def rates(name: str, peak: float, total: int, warmup: int = 0) -> list[float]:
 )
 def test_which_schedules_depend_on_the_length(schedule: str, warmup: float, depends: bool) -> None:
     """Against transformers: are the first 8 rates of 10 steps those of 20?"""
-    found = resume._depends_on_length({"training.lr_scheduler_type": schedule, "training.warmup_steps": warmup})
+    found = run_settings.depends_on_length({"training.lr_scheduler_type": schedule, "training.warmup_steps": warmup})
     arguments = transformers.TrainingArguments(warmup_steps=warmup)
     curves = [rates(schedule, 1e-2, total, arguments.get_warmup_steps(total))[:8] for total in (10, 20)]
     assert found == depends == (curves[0] != curves[1])
@@ -522,7 +522,7 @@ def test_digest_of_weights_is_of_tensors_and_not_of_files(tmp_path: Path) -> Non
         if len(files) > 1:
             places = {name: f"{file}.safetensors" for file, tensors in files.items() for name in tensors}
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-        return resume.weights_digest(folder)
+        return base_weights.weights_digest(folder)
 
     whole = digest("whole", model=weights)
     first, second = {"a": weights["a"]}, {name: weights[name] for name in ("b", "c")}
@@ -540,8 +540,8 @@ def test_digest_of_weights_is_of_tensors_and_not_of_files(tmp_path: Path) -> Non
     assert len({whole, *found.values()}) == 1 + len(changed)
     assert digest("unseen", model={"a": edited(weights["a"], 20_000), **second}) == whole  # between the samples
     (tmp_path / "sharded" / "two.safetensors").unlink()
-    assert resume.weights_digest(tmp_path / "sharded") is None
-    assert resume.weights_digest(tmp_path) is None
+    assert base_weights.weights_digest(tmp_path / "sharded") is None
+    assert base_weights.weights_digest(tmp_path) is None
 
 
 def edited(tensor: torch.Tensor, place: int) -> torch.Tensor:
@@ -560,7 +560,7 @@ def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_chan
     manifest = {"batch": {"per_device": 2, "global_batch_size": 24, "world_size": 4}}
 
     def resumed(world: int, **factors: int) -> tuple[int, int, int]:
-        found = resume.batch_of(Config(training=TrainingConfig(**factors)), manifest, world)
+        found = resume.resumed_batch(Config(training=TrainingConfig(**factors)), manifest, world)
         return found.per_device, found.accumulation, found.global_batch_size
 
     assert resumed(2, per_device_train_batch_size=2, gradient_accumulation_steps=3) == (2, 6, 24)
@@ -568,4 +568,4 @@ def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_chan
     assert resumed(2, global_batch_size=24) == (2, 6, 24)  # the size of the checkpoint, not the default
     assert resumed(3, global_batch_size=15) == (5, 1, 15)  # 2 does not divide 5 rows
     for damaged in ({}, {"batch": None}, {"batch": {"per_device": "x", "global_batch_size": 24, "world_size": 0}}):
-        assert resume.batch_of(Config(), damaged, 1).global_batch_size == 16
+        assert resume.resumed_batch(Config(), damaged, 1).global_batch_size == 16

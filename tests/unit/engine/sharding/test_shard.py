@@ -143,7 +143,7 @@ def test_gradients_are_kept_until_they_are_reduced() -> None:
     plain, ids = Model(tied=True), torch.tensor([[1, 2, 3]])
     sharded = copy.deepcopy(plain)
     shard.apply(sharded, shard.mesh("cpu"), torch.float32)
-    found = shard.look(sharded)
+    found = shard.inspect(sharded)
     assert (found.units, found.sharded_fraction, found.whole_matrices) == (3, 1.0, ())
     assert (found.param_dtypes, found.reduce_dtypes, found.output_dtype) == (("stored",), ("float32",), "float32")
     weight = dict(sharded.named_parameters())["layers.0.linear.weight"]
@@ -154,14 +154,14 @@ def test_gradients_are_kept_until_they_are_reduced() -> None:
         assert (weight.grad is not None) is reduces
     expected: dict[str, Any] = {name: one.grad for name, one in plain.named_parameters()}
     gradients: dict[str, Any] = {name: one.grad for name, one in sharded.named_parameters()}
-    assert all(torch.allclose(shard.whole(gradients[name]), one, atol=1e-5) for name, one in expected.items())
+    assert all(torch.allclose(shard.gather_full(gradients[name]), one, atol=1e-5) for name, one in expected.items())
     norm = torch.linalg.vector_norm(torch.cat([one.flatten() for one in expected.values()]))
     assert torch.allclose(shard.total_norm(gradients.values()), norm)
     with torch.no_grad():
         sharded(ids)
-    assert shard.look(sharded).whole_matrices  # the root keeps what it has gathered
+    assert shard.inspect(sharded).whole_matrices  # the root keeps what it has gathered
     shard.reshard(sharded)
-    assert not shard.look(sharded).whole_matrices
+    assert not shard.inspect(sharded).whole_matrices
 
 
 def test_the_norm_of_a_large_tensor_is_exact() -> None:
@@ -182,7 +182,7 @@ def test_ranks_do_not_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(shard.distributed, "ranks", lambda me=me: me)
         torch.compiler.config.cache_key_tag = "mine"
         for _ in range(2):
-            shard.keep_compiled_code_apart()
+            shard.separate_compile_caches()
         tags.add(torch.compiler.config.cache_key_tag)
     assert tags == {"mine rank 0 of 2", "mine rank 1 of 2"}
 
@@ -206,7 +206,7 @@ def test_4_bit_weights_are_stored_as_float32_with_the_same_bytes() -> None:
     layer, x = four_bits(24, 64), torch.randn(3, 64)
     expected = x @ dequantize_4bit(layer.weight.data, layer.weight.quant_state).t()
     content = layer.weight.data.view(torch.uint8).flatten().clone()
-    assert quantized_storage.prepare(nn.ModuleList([layer]), torch.device("cpu")) == 1
+    assert quantized_storage.store_as_float32(nn.ModuleList([layer]), torch.device("cpu")) == 1
     assert layer.weight.dtype == torch.float32 and layer.weight.shape == (len(content) // 4, 1)
     assert torch.equal(layer.weight.data.view(torch.uint8).flatten(), content)
     assert torch.allclose(layer(x), expected, atol=1e-5)
@@ -214,7 +214,7 @@ def test_4_bit_weights_are_stored_as_float32_with_the_same_bytes() -> None:
 
 def test_4_bit_weights_that_fill_no_whole_numbers_are_refused() -> None:
     with pytest.raises(UserError, match="has 33 bytes"):
-        quantized_storage.prepare(nn.ModuleDict({"a": four_bits(1, 66)}), torch.device("cpu"))
+        quantized_storage.store_as_float32(nn.ModuleDict({"a": four_bits(1, 66)}), torch.device("cpu"))
 
 
 def test_a_4_bit_layer_on_a_cpu_has_the_right_gradient_after_an_evaluation() -> None:
@@ -261,10 +261,10 @@ def test_frozen_weights_that_are_gathered_with_other_bytes_are_named() -> None:
     layer: Any = model.layers[1]
     layer.linear.register_parameter("weight", nn.Parameter(packed, requires_grad=False))
     shard.apply(model, shard.mesh("cpu"), torch.float32)
-    assert digests.changed(model) == ()
+    assert digests.changed_weights(model) == ()
     own = layer.linear.weight.to_local()
     own.view(torch.int16).copy_(torch.full((4, 4), 0x7FFF, dtype=torch.int16))
-    assert digests.changed(model) == ("layers.1.linear.weight",)
+    assert digests.changed_weights(model) == ("layers.1.linear.weight",)
     assert isinstance(layer.linear.weight, DTensor)  # freed again
 
 
@@ -277,8 +277,8 @@ def test_tensors_come_back_from_one_file_or_several(tmp_path: Path) -> None:
         assert len(list(folder.glob("*.safetensors"))) == count
         read = tensor_files.TensorFiles(folder, "model")
         assert set(read.keys()) == set(tensors)
-        assert all(torch.equal(read.whole(key), value) for key, value in tensors.items())
-        assert torch.equal(read.rows("t4", 1, 3), tensors["t4"][1:3]) and read.shape("t4") == (5, 3)
+        assert all(torch.equal(read.read_full(key), value) for key, value in tensors.items())
+        assert torch.equal(read.read_rows("t4", 1, 3), tensors["t4"][1:3]) and read.shape("t4") == (5, 3)
 
 
 def test_transformers_reads_the_files(tiny_model: Path, tmp_path: Path) -> None:
@@ -328,16 +328,16 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_hollow_model_is_filled_with_its_weights(tiny_model: Path) -> None:
+def test_a_meta_model_gets_its_weights(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     given = config(model=str(tiny_model))
-    stored = unit_loading.by_unit(given, Hooks())
+    stored = unit_loading.loadable_files(given, Hooks())
     assert stored is not None
-    model = unit_loading.hollow(given, torch.bfloat16, {})
+    model = unit_loading.meta_model(given, torch.bfloat16, {})
     assert all(one.untyped_storage().nbytes() == 2 for one in model.parameters())
     for _, unit in (*shard.units(model), ("", model)):
-        unit_loading.fill(unit, stored, torch.device("cpu"))
+        unit_loading.load_unit(unit, stored, torch.device("cpu"))
     whole = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     expected = whole.state_dict()
     assert expected.keys() == model.state_dict().keys()
@@ -351,14 +351,14 @@ def test_what_cannot_be_loaded_by_unit_is_loaded_in_turns(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hooks(model=lambda model, tokenizer: model)
-    assert unit_loading.by_unit(config(model=str(tiny_model)), hook) is None
+    assert unit_loading.loadable_files(config(model=str(tiny_model)), hook) is None
     shutil.copytree(tiny_model, other := tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({f"renamed.{key}": value for key, value in weights.items()}, other / "model.safetensors")
-    assert unit_loading.by_unit(config(model=str(other)), Hooks()) is None
+    assert unit_loading.loadable_files(config(model=str(other)), Hooks()) is None
     turns = []
     monkeypatch.setattr(unit_loading, "distributed", SimpleNamespace(barrier=lambda: turns.append("wait")))
-    with unit_loading.turn(1, 3):
+    with unit_loading.one_rank_at_a_time(1, 3):
         turns.append("load")
     assert turns == ["wait", "load", "wait", "wait"]
 
@@ -372,18 +372,18 @@ def test_a_rank_that_holds_the_whole_model_holds_more_than_predicted() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(ids).sum().backward()
     optimizer.step()
-    found, elements = memory_per_rank.held(model, optimizer), sum(one.numel() for one in model.parameters())
-    assert found == memory_per_rank.Held(parameters=4 * elements, gradients=4 * elements, optimizer=8 * elements)
-    assert memory_per_rank.predicted(model, 1, "adamw_torch") == found
-    half = memory_per_rank.predicted(model, 2, "adamw_torch")
-    assert half == memory_per_rank.Held(parameters=2 * elements, gradients=2 * elements, optimizer=4 * elements)
-    assert memory_per_rank.too_much(found, found) is None
+    found, elements = memory_per_rank.allocated_bytes(model, optimizer), sum(one.numel() for one in model.parameters())
+    assert found == memory_per_rank.RankMemory(parameters=4 * elements, gradients=4 * elements, optimizer=8 * elements)
+    assert memory_per_rank.predicted_bytes(model, 1, "adamw_torch") == found
+    half = memory_per_rank.predicted_bytes(model, 2, "adamw_torch")
+    assert half == memory_per_rank.RankMemory(parameters=2 * elements, gradients=2 * elements, optimizer=4 * elements)
+    assert memory_per_rank.excess(found, found) is None
     for name in ("parameters", "gradients", "optimizer"):
         worse = replace(half, **{name: getattr(found, name)})
-        assert (memory_per_rank.too_much(worse, half) or "").endswith(
-            f"of {name}, predicted are {getattr(half, name):,}"
-        )
+        assert (memory_per_rank.excess(worse, half) or "").endswith(f"of {name}, predicted {getattr(half, name):,}")
     part = nn.Module()
     part.weight = nn.Parameter(torch.zeros(8, 4)[:4])  # of a larger storage, which it keeps
-    with pytest.raises(UserError, match="memory per rank as predicted: rank 0 holds 128 bytes of parameters"):
+    with pytest.raises(
+        UserError, match="rank 0 holds more memory than predicted .128 bytes of parameters, predicted 64"
+    ):
         invariants.check_memory(part, torch.optim.SGD(part.parameters()), "sgd")

@@ -12,14 +12,14 @@ from finetune.runtime.ranks import distributed, interrupt
 from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.checkpoint.resume import Start
+    from finetune.engine.checkpoint.resume import StartPoint
     from finetune.engine.job import Job
 
 
-def print_introduction(job: Job, start: Start) -> None:
+def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine.job import layouts
+    from finetune.engine.job import layout_facts
     from finetune.engine.kernels import fp8
     from finetune.engine.model import adapter_targets
     from finetune.engine.optimizer import master_weights
@@ -62,7 +62,7 @@ def print_introduction(job: Job, start: Start) -> None:
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
     rate = scaled_learning_rate(training, batch.global_batch_size)
-    if (lost := master_weights.warning(job.model, job.master_weights, rate)) is not None:
+    if (lost := master_weights.lost_updates_warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
@@ -76,7 +76,7 @@ def print_introduction(job: Job, start: Start) -> None:
     if config.rows_from_script:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")
-    console().print(ledger.table(job.data.ledgers, layouts(job)))
+    console().print(ledger.table(job.data.ledgers, layout_facts(job)))
     if (table := ledger.sources_table(job.data.ledgers)) is not None:
         console().print(table)
     for note in ledger.notes(job.data.ledgers):
@@ -128,7 +128,7 @@ def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) 
     """Print which evaluation was the best and whether training ended early. Returns the text; empty without either.
 
     Args:
-        best: `best.summary` of the run.
+        best: `best.best_summary` of the run.
         stopped_at: step at which early stopping ended the training.
         total: optimizer steps of the complete run.
     """

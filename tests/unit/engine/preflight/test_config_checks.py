@@ -15,7 +15,7 @@ from transformers import trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 from finetune.config import Config, load
-from finetune.engine import preflight
+from finetune.engine.preflight import adapter_files, config_checks, packages
 from finetune.errors import UserError
 from tests.helpers import launch
 
@@ -36,10 +36,10 @@ def adapter(tmp_path: Path) -> Path:
 
 def test_a_folder_of_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a folder with neither config.json nor adapter_config.json"):
-        preflight.check_model(config(tmp_path))
+        config_checks.check_model(config(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    preflight.check_model(config(tmp_path))
-    assert preflight.adapter(config(tmp_path)) is None
+    config_checks.check_model(config(tmp_path))
+    assert adapter_files.adapter(config(tmp_path)) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
@@ -55,7 +55,7 @@ def test_a_fifo_in_a_model_folder_is_found_before_a_library_waits_for_it(name: s
     (adapter / "adapter_config.json").write_text(json.dumps(content))
     for given in (config(base), config(adapter, "--lora.continue_adapter", "true")):
         with pytest.raises(UserError, match=f"{base} cannot be loaded as a model: {name} is a FIFO, not a regular"):
-            preflight.check_model(given)
+            config_checks.check_model(given)
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +64,13 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the Hub"):
         with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, and .*no such model in the cache"):
-            preflight.check_model(config(name))
+            config_checks.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(UserError, match="cannot be reached"):
-        preflight.check_model(config("some/model"))
-    assert preflight.adapter(config("some/model")) is None
+        config_checks.check_model(config("some/model"))
+    assert adapter_files.adapter(config("some/model")) is None
 
 
 def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text("{}")
-    preflight.check_model(config("some/model"))
+    config_checks.check_model(config("some/model"))
     (snapshot / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
     with pytest.raises(UserError, match="already an adapter of base"):
-        preflight.check_model(config("some/model"))
+        config_checks.check_model(config("some/model"))
 
 
 def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
-    for look in (preflight.check, preflight.adapter):
+    for look in (config_checks.check, adapter_files.adapter):
         with pytest.raises(UserError, match="already an adapter of base.*lora.continue_adapter: true"):
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
@@ -97,8 +97,8 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
         with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration has {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
-    preflight.check_model(right)
-    assert (preflight.adapter(right) or {})["r"] == 8
+    config_checks.check_model(right)
+    assert (adapter_files.adapter(right) or {})["r"] == 8
 
 
 # --- the package of an optimizer, compared with what transformers refuses -------------------------------------------
@@ -115,20 +115,20 @@ def test_transformers_asks_for_the_same_packages(monkeypatch: pytest.MonkeyPatch
         transformers.Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError) as error:
         with pytest.raises(UserError) as refused:
-            preflight.check_optimizer(name)
+            packages.check_optimizer(name)
         package = str(refused.value).split("pip install ")[1].split("`")[0]
         assert package.replace("-", "_") in str(error).replace("-", "_")  # lomo-optim, lomo_optim
     else:
-        preflight.check_optimizer(name)
+        packages.check_optimizer(name)
 
 
 def test_a_package_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: asked.append(module) or module)
     for name in OptimizerNames:
-        preflight.check_optimizer(name.value)
+        packages.check_optimizer(name.value)
     source = Path(transformers.utils.import_utils.__file__).read_text()
-    assert len(set(asked)) == len(preflight.PACKAGES)
+    assert len(set(asked)) == len(packages.PACKAGES)
     assert all(f'"{module}"' in source for module in asked)  # the modules that transformers looks for
 
 
