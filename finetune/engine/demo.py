@@ -15,12 +15,13 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from filelock import FileLock
 
 from finetune.config import Config
 from finetune.errors import RunError
+from finetune.runtime.types import JsonObject
 
 VERSION = 1  # increment when the output of materialize changes: folders of other versions are not reused
 TRAIN_ROWS = 6144
@@ -122,7 +123,7 @@ def _write(paths: DemoPaths, seed: int) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
 
-def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows(seed: int) -> tuple[list[JsonObject], list[JsonObject]]:
     """Training rows and held-out rows, {"messages": [user, assistant]} each, with equal shares of every kind of
     instruction.
 
@@ -135,7 +136,7 @@ def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
 
 
-def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
+def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[JsonObject]:
     answers: dict[str, str] = {}
     while len(answers) < count:
         scene = rng.sample(facts, rng.choice((2, 3)))
@@ -196,7 +197,7 @@ def write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
-    ids: dict[str, Any] = {
+    ids: JsonObject = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -227,7 +228,7 @@ def write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
+def overrides(world_size: int = 1) -> dict[str, JsonObject]:
     """The configuration values of the demo, by section, without the paths.
 
     Full fine-tuning, because an adapter on random weights has nothing to adapt. Float32, for equal results on a CPU and

@@ -23,8 +23,11 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import activity, distributed, process_group
+from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.engine.kernels.attention import AttentionKernel
     from finetune.engine.optimizer import master_weights
 
@@ -37,7 +40,7 @@ class Job:
     batch: Batch
     stack: Stack
     hardware: Hardware
-    tokenizer: Any
+    tokenizer: Tokenizer
     data: Data
     layout: Layout
     eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
@@ -45,7 +48,7 @@ class Job:
     attention: AttentionKernel  # the kernel of packs
     layer_kernels: liger.LayerKernels
     master_weights: master_weights.WeightPrecision
-    model: Any
+    model: Model
     size: ModelSize
     hooks: Hooks = NO_HOOKS
     # (key, package.module:name, what it stands for) of the code that the configuration names
@@ -68,7 +71,7 @@ def open_job(
     config: Config,
     batch: Batch,
     stack: Stack,
-    on_failure: Any = None,
+    on_failure: Callable[..., None] | None = None,
     hooks: Hooks = NO_HOOKS,
     before_loading: Callable[[str], str] = lambda weights: weights,
 ) -> Job:
@@ -151,7 +154,7 @@ def open_job(
 
 
 def choose_attention(
-    wanted: str, loaded: Any, stack: Stack, layout: Layout, per_device: int, dtype: Any
+    wanted: str, loaded: Model, stack: Stack, layout: Layout, per_device: int, dtype: torch.dtype
 ) -> AttentionKernel:
     """The kernel for the attention of this run's packs, from the first micro-batch's documents.
 
@@ -176,7 +179,7 @@ def choose_attention(
     return attention.AttentionKernel(kernel=own, reason=reason, masks=True)
 
 
-def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:
+def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokenizer | None, hooks: Hooks) -> Model:
     """The model after the user's function, sharded if the configuration asks for it.
 
     Raises:
@@ -187,7 +190,7 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     from finetune.engine.model import load_arguments, loading
     from finetune.engine.sharding import quantized_storage, shard, unit_loading
 
-    def load(without_weights: bool) -> Any:
+    def load(without_weights: bool) -> Model:
         loaded = loading.load(config, stack, row_length=row_length, without_weights=without_weights)
         with bootstrap.quiet_ranks():
             loaded = hooks.replace("model", loaded, tokenizer)
@@ -248,7 +251,7 @@ def check_ranks_agree(data: Data) -> None:
     )
 
 
-def model_size(model: Any) -> ModelSize:
+def model_size(model: Model) -> ModelSize:
     """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked, FP8 weights once."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
@@ -269,7 +272,7 @@ def model_size(model: Any) -> ModelSize:
     )
 
 
-def layout_facts(job: Job) -> dict[str, dict[str, Any]]:
+def layout_facts(job: Job) -> dict[str, JsonObject]:
     """The composition of the rows in each split."""
     held_out = job.eval_layout or {}
     named = held_out if isinstance(held_out, Mapping) else {"": held_out}

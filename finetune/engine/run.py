@@ -26,10 +26,12 @@ from finetune.engine.session import (
     report,
     start_checks,
 )
+from finetune.engine.session.report import MicroBatch
 from finetune.errors import RunError
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
     from finetune.engine.checkpoint.resume import StartPoint
@@ -61,12 +63,12 @@ class Door(abc.ABC):
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, StartPoint]:
         """The job and where it starts. Compares everything that must match the checkpoint, and writes nothing."""
 
-    def finished(self, job: Job, start: StartPoint) -> dict[str, Any] | None:
+    def finished(self, job: Job, start: StartPoint) -> JsonObject | None:
         """The run.json of the run that is asked for, if it is finished already."""
         return finished_runs.finished_record(job.config, start, job.plan().digest(), opening.total_steps(job))
 
     @abc.abstractmethod
-    def leave_finished(self, job: Job, start: StartPoint, done: dict[str, Any]) -> Any:
+    def leave_finished(self, job: Job, start: StartPoint, done: JsonObject) -> object:
         """Change nothing of a finished run, whose run.json is `done`. Returns what the trainer would return."""
 
     @abc.abstractmethod
@@ -77,13 +79,13 @@ class Door(abc.ABC):
     def trainer(self, job: Job, start: StartPoint, pages: Dashboard) -> AbstractContextManager[BuiltTrainer]:
         """The trainer with the callbacks of this run, for the time of the run."""
 
-    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> object:
         """Train to the end. Returns what the trainer returns."""
         return trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
 
     def evaluate(
         self, job: Job, built: BuiltTrainer, questions: list[Question], *, trained: bool
-    ) -> tuple[dict[str, Any], SampleResult | None]:
+    ) -> tuple[JsonObject, SampleResult | None]:
         """Scores of the model before or after training, for run.json, and its answers to `questions`."""
         return evaluation.evaluate(job, built, questions)
 
@@ -104,7 +106,7 @@ class RunOutcome:
     already; and what the trainer returned."""
 
     stopped: bool = False
-    done: dict[str, Any] | None = None
+    done: JsonObject | None = None
     output: Any = None
 
 
@@ -133,7 +135,7 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
 
 
 def _train_recorded(
-    door: Door, job: Job, record: RunRecord, start: StartPoint, size: Any, upper: UpperFloors
+    door: Door, job: Job, record: RunRecord, start: StartPoint, size: MicroBatch, upper: UpperFloors
 ) -> RunOutcome:
     """Evaluate, train, save and evaluate again."""
     from finetune.engine.monitoring import samples
@@ -169,7 +171,9 @@ def _train_recorded(
     return RunOutcome(output=output)
 
 
-def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: Any, upper: UpperFloors) -> None:
+def _begin(
+    job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: MicroBatch, upper: UpperFloors
+) -> None:
     """Check and record the trainer, and have it search for its micro-batch before the first step."""
     recording.record_trainer(record, job, trainer, checkpoint)
     record.update(micro_batch=size.to_dict())

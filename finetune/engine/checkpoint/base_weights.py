@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.engine.preflight import adapter_files
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 # Keys of a model's config.json that do not affect what the model computes.
 _NOT_SHAPE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "unsloth_version")
 
 
-def base_model(config: Config) -> dict[str, Any]:
+def base_model(config: Config) -> JsonObject:
     """{"model config": its config.json, "base weights": their digest}; a value is None if its file is not on this
     machine.
 
@@ -22,13 +22,13 @@ def base_model(config: Config) -> dict[str, Any]:
     """
     folder = adapter_files.base_folder(config)
     if folder is None:
-        found: dict[str, Any] = {"model config": None, "base weights": None}
+        found: JsonObject = {"model config": None, "base weights": None}
     else:
         found = base_model_files(folder, weights=not config.model.full_finetuning)
     return {"model config": found["model config"]} if config.model.full_finetuning else found
 
 
-def base_model_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
+def base_model_files(folder: Path, *, weights: bool = True) -> JsonObject:
     """{"model config": its config.json, "base weights": their digest} of a model folder; None for what cannot be read,
     or is not asked for."""
     try:
@@ -37,7 +37,7 @@ def base_model_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         shape = None
     if isinstance(shape, dict):
         shape = {name: value for name, value in shape.items() if name not in _NOT_SHAPE}
-    found: dict[str, Any] = {"model config": files.plain(shape)}
+    found: JsonObject = {"model config": files.plain(shape)}
     try:
         found["base weights"] = weights_digest(folder) if weights else None
     except (OSError, EOFError, ValueError, LookupError, TypeError):
@@ -65,13 +65,13 @@ def weights_digest(folder: Path) -> str | None:
         paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not paths or not all(path.is_file() for path in paths):
         return None
-    pieces: list[Any] = []
+    pieces: list[list[object]] = []
     for path in paths:
         pieces += _sampled_tensors(path) if path.suffix == ".safetensors" else [_sampled_file(path)]
     return files.checksum_of_json(sorted(pieces))
 
 
-def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
+def _sampled_tensors(path: Path) -> Iterator[list[object]]:
     """[name, type, shape, checksum of the samples] of each tensor in a safetensors file."""
     import xxhash
 
@@ -86,7 +86,7 @@ def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
             yield [name, tensor["dtype"], tensor["shape"], digest.hexdigest()]
 
 
-def _sampled_file(path: Path) -> list[Any]:
+def _sampled_file(path: Path) -> list[object]:
     import xxhash
 
     size, digest = path.stat().st_size, xxhash.xxh3_128()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.files import remove_atomically
 from finetune.runtime.files import staging as staging
+from finetune.runtime.types import JsonObject
 
 MANIFEST = "checkpoint.json"  # names, sizes and checksums of the checkpoint's files; written last
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -27,7 +27,7 @@ class ResumePoint:
     """
 
     path: Path | None = None
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: JsonObject = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     damaged: frozenset[str] = frozenset()
 
@@ -70,7 +70,7 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 # --- the manifest ---------------------------------------------------------------------------------------------------
 
 
-def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
+def seal(checkpoint: Path, fields: JsonObject) -> None:
     """Write the manifest of a finished checkpoint folder: `fields` (step, plan, settings), the size of each file in
     bytes (`files`), its checksum (`xxh3_128`), and a checksum of the manifest itself (`checksum`)."""
     paths = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
@@ -80,7 +80,7 @@ def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
     files.write_json(checkpoint / MANIFEST, {**content, "checksum": files.checksum_of_json(content)})
 
 
-def manifest(checkpoint: Path) -> dict[str, Any]:
+def manifest(checkpoint: Path) -> JsonObject:
     """Read a checkpoint's manifest and check the fields that this module needs. Manifests of older versions have no
     checksums: `xxh3_128` is empty.
 

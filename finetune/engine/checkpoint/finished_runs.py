@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from finetune.config import Config
 from finetune.engine import record
@@ -13,9 +12,10 @@ from finetune.engine.checkpoint.run_settings import differences
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 
-def finished_record(config: Config, start: StartPoint, plan_digest: str, total: int) -> dict[str, Any] | None:
+def finished_record(config: Config, start: StartPoint, plan_digest: str, total: int) -> JsonObject | None:
     """The run.json of a finished run, else None; every rank gets what rank 0 reads.
 
     A run that was killed after its last checkpoint is not finished: it still has to evaluate and save.
@@ -46,12 +46,12 @@ def finished_record(config: Config, start: StartPoint, plan_digest: str, total: 
     )
 
 
-def done_record(output_dir: Path) -> dict[str, Any] | None:
+def done_record(output_dir: Path) -> JsonObject | None:
     """The run.json of a run that ended as planned and whose final model exists, as rank 0 reads it."""
     return distributed.gather_objects(_read_done_record(output_dir))[0]
 
 
-def _read_done_record(output_dir: Path) -> dict[str, Any] | None:
+def _read_done_record(output_dir: Path) -> JsonObject | None:
     if not any((output_dir / name).is_file() for name in output_folder.FINAL_WEIGHTS):
         return None
     try:

@@ -37,6 +37,7 @@ from finetune.errors import UserError
 from finetune.redact import redact_tree
 from finetune.runtime import files
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
 
 
@@ -53,9 +54,9 @@ class StartPoint:
     """
 
     found: ResumePoint = field(default_factory=ResumePoint)
-    settings: dict[str, Any] = field(default_factory=dict)
-    changes: tuple[dict[str, Any], ...] = ()
-    history: tuple[dict[str, Any], ...] = ()
+    settings: JsonObject = field(default_factory=dict)
+    changes: tuple[JsonObject, ...] = ()
+    history: tuple[JsonObject, ...] = ()
     notes: tuple[str, ...] = ()
     rebuild: bool = False
 
@@ -65,7 +66,7 @@ class StartPoint:
         batch = self.found.manifest.get("batch")
         return batch.get("per_device") if isinstance(batch, dict) else None
 
-    def manifest(self, *, steps_per_epoch: int, total_steps: int) -> dict[str, Any]:
+    def manifest(self, *, steps_per_epoch: int, total_steps: int) -> JsonObject:
         """The manifest fields of this run's checkpoints beside step, plan and files."""
         return {
             "settings": self.settings,
@@ -250,7 +251,7 @@ def _plan_changes(checkpoint: Path, config: Config) -> str:
     )
 
 
-def confirm(start: StartPoint, config: Config, model: Any, plan_digest: str, total: int) -> StartPoint:
+def confirm(start: StartPoint, config: Config, model: Model, plan_digest: str, total: int) -> StartPoint:
     """Compare what is known only after loading: the plan of steps, the run's length, the shapes of the weights, and the
     files of a model that was just downloaded. Every rank calls it.
 
@@ -274,7 +275,7 @@ def confirm(start: StartPoint, config: Config, model: Any, plan_digest: str, tot
     return start
 
 
-def check_shapes(model: Any, checkpoint: Path) -> None:
+def check_shapes(model: Model, checkpoint: Path) -> None:
     """Check that the names and shapes of a checkpoint's tensors match the model's.
 
     Raises:
@@ -308,7 +309,7 @@ def check_shapes(model: Any, checkpoint: Path) -> None:
         )
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> JsonObject:
     with files.open_regular(path) as file:
         return files.safetensors_header(file)[0]
 

@@ -12,6 +12,7 @@ from finetune.engine.preflight import model_files
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,8 +33,8 @@ class TrainedModel:
 
     given: Path
     folder: Path
-    adapter: dict[str, Any] | None
-    record: dict[str, Any] = field(default_factory=dict)
+    adapter: JsonObject | None
+    record: JsonObject = field(default_factory=dict)
     note: str | None = None
 
     def setting(self, name: str, kind: type) -> Any:
@@ -113,7 +114,7 @@ def find_trained_model(given: Path) -> TrainedModel:
     return _verified_weights(TrainedModel(given=given, folder=given, adapter=_adapter(given), record=record))
 
 
-def _checkpoint(given: Path, folder: Path, record: dict[str, Any], note: str | None = None) -> TrainedModel:
+def _checkpoint(given: Path, folder: Path, record: JsonObject, note: str | None = None) -> TrainedModel:
     if why := checkpoints.damage(folder, verify=True, unread=_OF_THE_OPTIMIZER):
         others = [one.name for one in checkpoints.complete_checkpoints(folder.parent) if one != folder]
         raise UserError(
@@ -127,7 +128,7 @@ def _checkpoint(given: Path, folder: Path, record: dict[str, Any], note: str | N
     )
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> JsonObject:
     """The run.json in a folder; empty if there is none.
 
     Raises:
@@ -161,11 +162,11 @@ def _weights(folder: Path) -> list[Path] | None:
         return None
 
 
-def _status(record: dict[str, Any]) -> str:
+def _status(record: JsonObject) -> str:
     return str(record.get("status", "not recorded"))[:20]
 
 
-def _nothing_trained_error(folder: Path, record: dict[str, Any]) -> UserError:
+def _nothing_trained_error(folder: Path, record: JsonObject) -> UserError:
     if record:
         return UserError(
             f"nothing is saved in {folder}: the run is {_status(record)}, without a final model or a complete "
@@ -191,7 +192,7 @@ def _verified_weights(found: TrainedModel) -> TrainedModel:
     return found
 
 
-def _adapter(folder: Path) -> dict[str, Any] | None:
+def _adapter(folder: Path) -> JsonObject | None:
     """The adapter's configuration; None for a full model.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 CANNOT_CHANGE = frozenset(
     {
@@ -36,20 +37,21 @@ FREE_EXTRA = frozenset(
 )
 
 
+Difference = tuple[str, object, object]  # the setting, what it was, what it is now
 LENGTH = "total steps (training.max_steps, training.num_train_epochs)"
 
 
 _MISSING = "not recorded"
 
 
-def result_settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
+def result_settings(config: Config, batch: Batch, dtype: str) -> JsonObject:
     """Everything except the data that determines the training result, as JSON-compatible values.
 
     Args:
         dtype: the resolved one, for example bfloat16.
     """
     training, lora, model = config.training, config.lora, config.model
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "model.full_finetuning": model.full_finetuning,
         "model.dtype": dtype,
         "model.load_in_4bit": model.load_in_4bit,
@@ -73,7 +75,7 @@ def result_settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
     return files.plain(found)
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Difference], list[str]]:
     """(key, was, now) of each setting that differs, key by key for mappings; and the keys that one side lacks."""
     found, unknown = [], []
     for key in [*was, *(key for key in now if key not in was)]:
@@ -92,7 +94,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tu
     return found, unknown
 
 
-def _sft_defaults() -> dict[str, Any]:
+def _sft_defaults() -> JsonObject:
     """Default of each SFTConfig field: setting a field to its default is not a difference."""
     import trl
 
@@ -107,11 +109,11 @@ def setting_name(key: str) -> str:
     return next((name for name in ("model config", "base weights") if key.startswith(name)), key)
 
 
-def differences_message(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], allowed: bool) -> str:
+def differences_message(checkpoint: Path | None, differing: list[Difference], allowed: bool) -> str:
     fixed = [one for one in differing if setting_name(one[0]) in CANNOT_CHANGE]
     free = [] if allowed else [one for one in differing if one not in fixed]
 
-    def lines(some: list[tuple[str, Any, Any]]) -> str:
+    def lines(some: list[Difference]) -> str:
         return "".join(f"\n  - {key}: was {json.dumps(was)}, now {json.dumps(now)}" for key, was, now in some)
 
     text = f"{checkpoint} was trained with other settings. Nothing was started."

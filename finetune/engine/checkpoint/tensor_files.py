@@ -22,6 +22,7 @@ from finetune.engine.optimizer import eight_bit, rounding
 from finetune.errors import RunError
 from finetune.runtime import files
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 FILE_BYTES = 2 * 2**30  # of one file, unless a single tensor is larger: what a rank keeps on its host while it writes
 ONE_FILE_BYTES = 256 * 2**20  # below this, more files than needed would only be clutter
@@ -130,7 +131,7 @@ class TensorFiles:
             ValueError: the index is not valid.
         """
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._open: JsonObject = {}
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if single.is_file():
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
@@ -172,7 +173,7 @@ class TensorFiles:
         return self.read_full(key) if span is None else self.read_rows(key, *span)
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     """Whether a file name from an index stays in its folder."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
 
@@ -219,7 +220,7 @@ def to_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 OPTIMIZER = "optimizer"  # stem of the tensors' files; the rest is in optimizer.json
 
 
-def write_optimizer(folder: Path, optimizer: Any) -> None:
+def write_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Write the state of an optimizer: tensors with `write`, everything else as JSON. Every rank calls it."""
     state, in_codes = optimizer.state_dict(), eight_bit.is_used(optimizer)
     tensors, plain = {}, {}
@@ -246,7 +247,7 @@ def has_optimizer(folder: Path) -> bool:
     return (folder / f"{OPTIMIZER}.json").is_file()
 
 
-def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> dict[str, Any]:
+def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> JsonObject:
     """What `write_optimizer` wrote, as an optimizer of these parameters loads it: parts of sharded ones, whole tensors
     of others.
 
@@ -258,7 +259,7 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     """
     content = files.read_json(folder / f"{OPTIMIZER}.json")
     stored = TensorFiles(folder, OPTIMIZER)
-    state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in content["state"].items()}
+    state: dict[int, JsonObject] = {int(index): dict(values) for index, values in content["state"].items()}
     for key in stored.keys():
         if eight_bit.is_scales(key):  # read with their codes
             continue
@@ -285,9 +286,7 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     return {"state": state, "param_groups": groups}
 
 
-def split_optimizer(
-    state: dict[str, Any], parameters: Sequence[torch.Tensor], *, in_codes: bool = False
-) -> dict[str, Any]:
+def split_optimizer(state: JsonObject, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> JsonObject:
     """An optimizer's state with whole tensors, as an optimizer of sharded parameters loads it.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject, Tokenizer
 
 NAMES = re.compile(
     r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
@@ -29,7 +30,7 @@ TRAINING_KEYS = ("padding_side", "truncation_side")  # set for a run's own batch
 Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
 
 
-def save(tokenizer: Any, folder: Path, origin: Path | None = None) -> None:
+def save(tokenizer: Tokenizer, folder: Path, origin: Path | None = None) -> None:
     """Write the tokenizer's files.
 
     Args:
@@ -57,12 +58,12 @@ def saved_by_transformers_5(folder: Path) -> bool:
     return any(key in _json(read(folder).get(CONFIG)) for key in LOCAL_KEYS)
 
 
-def _base_folder(tokenizer: Any) -> Path | None:
+def _base_folder(tokenizer: Tokenizer) -> Path | None:
     name = str(getattr(tokenizer, "name_or_path", "") or "")
     return model_files.model_folder(name) if name else None
 
 
-def _files_to_write(tokenizer: Any, origin: Path | None) -> Files:
+def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
     own = _save_pretrained(tokenizer)
     base = None if origin is None else _save_pretrained_from(type(tokenizer), origin.resolve())
     raw = {} if origin is None else read(origin)
@@ -94,7 +95,7 @@ def _files_to_write(tokenizer: Any, origin: Path | None) -> Files:
     return {name: content for name, content in own.items() if name.endswith(".py")} | kept
 
 
-def _save_pretrained(tokenizer: Any) -> Files:
+def _save_pretrained(tokenizer: Tokenizer) -> Files:
     """What `save_pretrained` writes.
 
     Raises:
@@ -138,7 +139,7 @@ def read(folder: Path) -> Files:
     return {name: files.read_bytes(path) for name, path in found.items()}
 
 
-def _tokens(found: Files) -> Any:
+def _tokens(found: Files) -> JsonObject:
     """tokenizer.json without the padding and truncation that a call leaves in it."""
     content = _json(found.get(TOKENIZER))
     return {key: value for key, value in content.items() if key not in ("padding", "truncation")}
@@ -148,16 +149,16 @@ def _templates(found: Files) -> Files:
     return {name: content for name, content in found.items() if name.startswith(("chat_template", f"{VARIANTS}/"))}
 
 
-def _json(content: bytes | None) -> dict[str, Any]:
+def _json(content: bytes | None) -> JsonObject:
     found = json.loads(content) if content else {}
     return found if isinstance(found, dict) else {}
 
 
-def _bytes(content: Mapping[str, Any]) -> bytes:
+def _bytes(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+def _for_transformers_4(config: Mapping[str, Any]) -> JsonObject:
     """Values of transformers 5 in terms that version 4 reads as well."""
     found = {key: value for key, value in config.items() if key not in LOCAL_KEYS}
     if found.get("tokenizer_class") == "TokenizersBackend":

@@ -12,6 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 
 PACKED = "finetune_packed"  # name among transformers' attention functions
 FLASH_2 = "FlashAttention-2 (torch)"
@@ -34,7 +35,7 @@ class AttentionKernel:
     difference: float | None = None  # of FlashAttention-4 from torch: the largest of output and gradients, in norm
     masks: bool = False  # whether the rows attend through a mask
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The choice as JSON."""
         return asdict(self)
 
@@ -50,7 +51,7 @@ class AttentionShapes:
     dtype: torch.dtype
 
 
-def shapes(model: Any, lengths: Sequence[int], dtype: torch.dtype) -> AttentionShapes:
+def shapes(model: Model, lengths: Sequence[int], dtype: torch.dtype) -> AttentionShapes:
     """The shapes of a model's attention over documents of these lengths."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -196,7 +197,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 # --- transformers' own layers -----------------------------------------------------------------------------------------
 
 
-def use_for_packs(model: Any, dtype: torch.dtype) -> bool:
+def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
     mask of [tokens, tokens] and computes all of it. True if the model now does.
 
@@ -261,7 +262,7 @@ def packed_attention(
     rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
     longest = further["max_length_q"]
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
-    options: dict[str, Any] = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
+    options: JsonObject = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
     autocast = torch.is_autocast_enabled(value.device.type)
     return (output if autocast else output.to(value.dtype))[None], None
@@ -276,7 +277,7 @@ def kernel_dtype(value: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if kind == "cuda" and value.dtype == torch.float32 else value.dtype
 
 
-def batch_arguments(lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def batch_arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
     """What a packed batch has to carry for `packed_attention`, by the names of transformers' FlashAttentionKwargs.
 
     The attention mask is a placeholder of four dimensions, which transformers takes for a finished mask: it would
@@ -305,7 +306,7 @@ def boundaries(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @functools.cache
-def gqa_argument(attention: Callable[..., Any]) -> dict[str, bool]:
+def gqa_argument(attention: Callable[..., object]) -> dict[str, bool]:
     """The argument that lets `attention` take fewer key than query heads; none in torch 2.11, which just does."""
     import inspect
 

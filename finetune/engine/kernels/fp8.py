@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FORMAT).max
@@ -105,7 +106,7 @@ class Linear(nn.Linear):
         """Quantized gradient (n, out_features) to (n, in_features)."""
         return multiply(gradient, scales, self.transposed.view(FORMAT), self.transposed_scales, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return _Product.apply(in_compute_dtype(x), self)  # type: ignore[no-any-return]
 
 
@@ -131,15 +132,15 @@ def in_compute_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def convert(model: nn.Module) -> int:
+def convert(model: Model) -> int:
     """Put the frozen linear layers of the model into FP8, in place: not its output head, nor what `_is_kept`. Returns
     their number.
 
     Raises:
         UserError: no layer can be converted.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    depth = int(model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
+    head = model.get_output_embeddings()
+    depth = int(model.config.get_text_config().num_hidden_layers)
     found = [
         (module, name, child)
         for place, module in model.named_modules()
@@ -159,7 +160,7 @@ def convert(model: nn.Module) -> int:
     return len(found)
 
 
-def summary(model: nn.Module) -> str:
+def summary(model: Model) -> str:
     """How much of the model is in FP8, and what that costs."""
     frozen = [
         one

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from finetune.engine.kernels import fp8
 from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.runtime.types import Model
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -293,7 +294,7 @@ def _attention_output(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.o_proj(x)
 
 
-def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _lora_forward(layer: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if args or kwargs or not is_supported(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     return project(x, [layer])[0]
@@ -336,7 +337,7 @@ def active_adapter(layer: Any) -> str | None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-def install(model: nn.Module) -> int:
+def install(model: Model) -> int:
     """Compute the model's LoRA layers as this module does, and its MLPs and projections of one input together. Returns
     the number of layers that it changed."""
     from peft.tuners.lora import Linear
@@ -363,5 +364,5 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> None:
         module.apply_o = _attention_output
 
 
-def _is_silu(function: Any) -> bool:
+def _is_silu(function: object) -> bool:
     return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"

@@ -11,11 +11,15 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import torch
 
 NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
 # Loss and gradients with Liger's kernels and without: tests/gpu. For Llama also whole runs, in full and with adapters:
@@ -33,7 +37,7 @@ class LayerKernels:
     kernels: str
     reason: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The choice as JSON."""
         return asdict(self)
 
@@ -74,7 +78,7 @@ def check(config: Config, stack: Stack) -> None:
         raise _cannot_use(refusal)
 
 
-def choose(config: Config, stack: Stack, model: Any) -> LayerKernels:
+def choose(config: Config, stack: Stack, model: Model) -> LayerKernels:
     """Which kernels the model's layers use; the same answer before and after it is sharded or has an adapter.
 
     Raises:
@@ -127,7 +131,7 @@ def why_unsupported(kind: str) -> str | None:
     return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"Liger has none for {kind}"
 
 
-def install(model: Any) -> None:
+def install(model: Model) -> None:
     """Let this model's layers use Liger's kernels. Other models of the process keep their classes.
 
     Args:
@@ -148,11 +152,11 @@ def install(model: Any) -> None:
         setattr(module, ROTARY, _on_gpus(vars(module)[ROTARY], before[ROTARY]))
 
 
-def _on_gpus(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _on_gpus(fused: Callable[..., object], plain: Callable[..., object]) -> Callable[..., object]:
     """`fused` for tensors on a GPU, and `plain` for others."""
 
     @functools.wraps(plain)
-    def rotary(query: Any, key: Any, *given: Any, **named: Any) -> Any:
+    def rotary(query: torch.Tensor, key: torch.Tensor, *given: object, **named: object) -> object:
         return (fused if query.is_cuda else plain)(query, key, *given, **named)
 
     return rotary

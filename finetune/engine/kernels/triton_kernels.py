@@ -1,6 +1,7 @@
-"""Triton kernels for `fp8` and `adapted`: compiled once per width of a model's layers, never per number of tokens."""
+"""Triton kernels of `fp8` and `fused_lora`: compiled once per width of a model's layers, never per number of tokens."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# A branch on a `tl.constexpr` binds names for a later branch on the same one.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.runtime.types import JsonObject
 
 # Programs that share the columns of one tile's rows, or the rows of its columns.
 PARTS = 8
@@ -261,7 +263,7 @@ def _kernel_inputs(largest: int, *given: tuple[torch.Tensor, LowRankTerm | None]
     return inputs, ranks
 
 
-def _constants(y: torch.Tensor, *ranks: int, backward: bool) -> dict[str, Any]:
+def _constants(y: torch.Tensor, *ranks: int, backward: bool) -> JsonObject:
     """What a kernel is compiled for: ranks padded to what tl.dot takes, its precision, and its tile."""
     padded = max(16, triton.next_power_of_2(max(ranks)))
     exact = y.dtype == torch.float32

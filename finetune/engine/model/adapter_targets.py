@@ -13,6 +13,7 @@ import torch
 
 from finetune.config import Config
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 # PEFT takes these names for stacked experts if a model has them, so that they reach no layer beside the experts.
 _EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -48,7 +49,7 @@ class Coverage:
         )
 
 
-def coverage(model: Any) -> Coverage | None:
+def coverage(model: Model) -> Coverage | None:
     """Which linear weights of the language model have an adapter or are trained; None without an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -80,7 +81,7 @@ def coverage(model: Any) -> Coverage | None:
     )
 
 
-def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
+def _linear_weights(base: Any) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Each weight that the language model multiplies by, with the last two parts of its name and its size unpacked."""
     from transformers.pytorch_utils import Conv1D
 
@@ -99,7 +100,7 @@ def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
                     yield ".".join([*parts, own][-2:]), weight, weight.numel()
 
 
-def check(model: Any, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
+def check(model: Model, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
     """Check the names against a model that has no adapter yet.
 
     Args:
@@ -144,7 +145,7 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
         )
 
 
-def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> None:
+def _check_kinds(model: Model, matched: dict[str, list[torch.nn.Module]], backend: str) -> None:
     """Check that the modules are layers on which PEFT can put an adapter."""
     from transformers.pytorch_utils import Conv1D
 
@@ -165,7 +166,7 @@ def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> Non
             )
 
 
-def is_transposed(model: Any) -> bool:
+def is_transposed(model: Model) -> bool:
     """Whether the model's layers store their weights as GPT-2's do: inputs by outputs (`fan_in_fan_out`)."""
     from transformers.pytorch_utils import Conv1D
 

@@ -11,11 +11,12 @@ import torch
 
 from finetune.engine.model import positions
 from finetune.engine.optimizer import master_weights
+from finetune.runtime.types import Model, Tokenizer
 
 
 def generate(
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -52,7 +53,7 @@ def generate(
 
 
 @torch.no_grad()
-def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **further: Any) -> list[list[int]]:
+def complete(model: Model, prompts: Sequence[Sequence[int]], settings: Any, **further: object) -> list[list[int]]:
     """The token ids that the model adds to each prompt of a batch, its end token included if it comes to one.
 
     Prompts are padded on the left, so that each is followed by its own answer; positions count from its first token.
@@ -91,7 +92,7 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **furt
     return added
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     """The end tokens in the model's generation config and the tokenizer's own."""
     configured = model.generation_config.eos_token_id
     configured = configured if isinstance(configured, list) else [configured]
@@ -99,7 +100,7 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 @contextlib.contextmanager
-def _inference_mode(model: Any) -> Iterator[None]:
+def _inference_mode(model: Model) -> Iterator[None]:
     """Unsloth's generation mode if the model has one, else eval mode; restores the previous mode."""
     was_training = model.training
     if hasattr(model, "for_inference"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from finetune.config import Config
 from finetune.runtime.bootstrap import Stack
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 
 def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
@@ -24,7 +27,7 @@ def quantization_bits(config: Config) -> int | None:
     return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None
 
 
-def quantization_config(bits: int | None, dtype: torch.dtype) -> Any:
+def quantization_config(bits: int | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     """The transformers backend's quantization of frozen weights to 4 or 8 bits; None for None.
 
     Args:

@@ -32,9 +32,10 @@ from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import shard, unit_loading
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
+from finetune.runtime.types import Model
 
 
-def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool = False) -> Any:
+def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool = False) -> Model:
     """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`. One that will be
     sharded is on the host.
 
@@ -78,15 +79,15 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
     return model
 
 
-def keep_4bit_layout(model: Any) -> None:
+def keep_4bit_layout(model: Model) -> None:
     """Keep bitsandbytes from repacking 4-bit weights on a CPU in the first evaluation (defects.md, A12). Training after
     it would go through a kernel without a backward pass."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Model:
     import unsloth
 
     loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
@@ -133,7 +134,7 @@ def _load_transformers(
     base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
     stored = master_weights.stored_dtype(config, dtype)
     if without_weights:
-        model = unit_loading.meta_model(config, stored, attention_arguments(config))
+        model: Any = unit_loading.meta_model(config, stored, attention_arguments(config))
     else:
         model = AutoModelForCausalLM.from_pretrained(
             base,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import Model
 
 # Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
 _PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -24,7 +24,7 @@ _PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attenti
 _UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
 
 
-def why_not_packed(model: Any, stack: Stack) -> str | None:
+def why_not_packed(model: Model, stack: Stack) -> str | None:
     """Why packed documents would attend to each other in this model; None if they do not."""
     config = model.config
     text = config.get_text_config()
@@ -52,7 +52,7 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
     return None
 
 
-def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
+def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
     """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
     an attention that the user has set. Every rank calls it.
 
@@ -83,7 +83,7 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
 
 
 @torch.no_grad()
-def _attends_across_documents(model: Any, dtype: torch.dtype) -> bool:
+def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     """Whether the logits of a packed document change with the document before it. Not every model of transformers
     passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not).
 

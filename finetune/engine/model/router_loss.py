@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 OFF = "Set router_aux_loss_coef to 0.0 to train without the load-balancing loss."
 # Names by which configurations have the number of routed experts.
@@ -42,7 +43,7 @@ class NoRoutersError(UserError, ValueError):
     """A model whose router logits are wanted does not yield them. A ValueError, as TRL raises."""
 
 
-def check(model: Any, coefficient: float | None) -> None:
+def check(model: Model, coefficient: float | None) -> None:
     """Raises NoRouters if a coefficient is given for a model whose type has no experts, as TRL does."""
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
         raise NoRoutersError(
@@ -51,11 +52,11 @@ def check(model: Any, coefficient: float | None) -> None:
         )
 
 
-def _name(model: Any) -> str:
+def _name(model: Model) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+def routers(model: Model) -> list[tuple[torch.nn.Module, int]]:
     """The modules whose output holds router logits, each once, and the place of the logits in a tuple that it returns.
 
     As transformers' `output_router_logits` finds them: by the classes that a model declares.
@@ -79,7 +80,7 @@ def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     return list(found.values())
 
 
-def install(model: Any, coefficient: float) -> LoadBalancing | None:
+def install(model: Model, coefficient: float) -> LoadBalancing | None:
     """Add the term to every training pass of a model, in place of transformers' own; None for a model with one expert
     or none, whose type may have several.
 

@@ -11,9 +11,10 @@ from finetune.data.templates.encoder import load_template
 from finetune.engine.model.load_errors import explain_load_error
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import Model, Tokenizer
 
 
-def load_tokenizer(config: Config) -> Any:
+def load_tokenizer(config: Config) -> Tokenizer:
     """The model's tokenizer, with padding.
 
     Raises:
@@ -41,14 +42,14 @@ def set_padding(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def set_chat_template(config: Config, tokenizer: Any) -> Any:
+def set_chat_template(config: Config, tokenizer: Tokenizer) -> Tokenizer:
     """Give the tokenizer the chat template of the configuration, so that it is saved with the model; and return it."""
     if config.model.chat_template not in (None, "none"):
         tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
     return tokenizer
 
 
-def check_vocabulary(model: Any, tokenizer: Any, ledger: Mapping[str, Any], split: str) -> None:
+def check_vocabulary(model: Model, tokenizer: Tokenizer, ledger: Mapping[str, Any], split: str) -> None:
     """Check that every token id has a row in the model's embedding. Otherwise CUDA fails with an unspecific assertion,
     and a CPU with an IndexError.
 

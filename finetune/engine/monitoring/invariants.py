@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime.ranks import distributed, machines, process_group
+from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
 
 if TYPE_CHECKING:  # importing it imports torch
+    import torch
+
     from finetune.engine.sharding.shard import Sharding
 
 
@@ -282,7 +285,7 @@ def check(trainer: Any) -> list[str]:
     return [one.__name__ for one in CHECKS]
 
 
-def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
+def same_data_and_versions_on_all_ranks(own: JsonObject) -> None:
     """Check that all ranks hold the same values; called after the data is prepared, before the model is loaded.
 
     Raises:
@@ -298,7 +301,7 @@ def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
                 )
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: torch.Tensor) -> None:
     """Check that the loss of a sharded model is float32. Looks at its type only, without a host-device sync.
 
     Raises:
@@ -313,7 +316,7 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32") -> None:
+def check_memory(model: Model, optimizer: torch.optim.Optimizer, name: str, weights: str = "float32") -> None:
     """Check after the first optimizer step that no rank holds more of a sharded model than predicted.
 
     Args:
@@ -336,7 +339,7 @@ def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32"
             )
 
 
-def check_gradients(model: Any) -> None:
+def check_gradients(model: Model) -> None:
     """Check after the first backward that every trainable weight has a gradient, on every rank.
 
     Raises:

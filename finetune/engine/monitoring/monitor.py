@@ -19,6 +19,7 @@ from finetune.runtime import communication
 from finetune.runtime.machine import gpu_sampler
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import PHASES
+from finetune.runtime.types import JsonObject
 
 # What a rank sends besides its losses, in this order; NaN for what it does not know.
 FIELDS = (
@@ -47,7 +48,7 @@ class RankRecord:
     allocator_retries: int
     tokens: int  # of the record's steps together, without padding
     squared_lengths: int
-    gpu: dict[str, Any] | None  # by gpu_sampler.FIELDS
+    gpu: JsonObject | None  # by gpu_sampler.FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Monitor:
         self._trainer, self._plan = trainer, plan
         self._tokens, self._squares = tokens, squared_lengths
         self._timer = PhaseTimer(trainer, device)
-        self._norms: list[Any] = []
+        self._norms: list[torch.Tensor | float] = []
         self._sample: master_weights.WeightSample | None = None
         self._unchanged: torch.Tensor | None = None
         self._steps = 0  # of this process
@@ -90,7 +91,7 @@ class Monitor:
         self._exposed: float | None = 0.0 if distributed.ranks().world_size == 1 else None
         self.exposed: list[float] = []  # seconds of each step that DDP measured
         self._kept: list[dict[str, list[float]]] | None = None
-        self._sampler: Any = None
+        self._sampler: gpu_sampler.GpuSampler | None = None
         self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
         _note_norms(trainer.accelerator, self._norms)
 
@@ -245,6 +246,11 @@ def typical_step(
     """Seconds of a typical step by phase: means over the middle half of the steps by duration, scaled to the median
     step, so that the phases add up to `step`. NaN without steps.
 
+    A mean over all steps would be dominated by the few that compile, evict or wait for a disk; medians of each phase
+    are robust but do not add up to a step. The middle half is both: outliers are cut off, and its phases are means of
+    the same steps. The exposed communication comes from DDP, which measures other steps, so it is bounded by the
+    backward pass that it is part of.
+
     Args:
         steps: seconds by phase of each step, as from `phases.split_steps`.
         exposed: communication that no computation hides; taken out of the backward pass. None if not known.
@@ -270,11 +276,11 @@ def typical_step(
     }
 
 
-def _note_norms(accelerator: Any, norms: list[Any]) -> None:
+def _note_norms(accelerator: Any, norms: list[torch.Tensor | float]) -> None:
     """Keep the norm that each clipping of gradients returns, on the device."""
     clip = accelerator.clip_grad_norm_
 
-    def clip_and_note(*args: Any, **kwargs: Any) -> Any:
+    def clip_and_note(*args: object, **kwargs: object) -> Any:
         norm = clip(*args, **kwargs)
         if norm is not None:
             norms.append(norm.detach() if torch.is_tensor(norm) else norm)
@@ -283,9 +289,7 @@ def _note_norms(accelerator: Any, norms: list[Any]) -> None:
     accelerator.clip_grad_norm_ = clip_and_note
 
 
-def _rank_record(
-    rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: dict[str, Any] | None
-) -> RankRecord:
+def _rank_record(rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: JsonObject | None) -> RankRecord:
     known = {name: None if math.isnan(value) else value for name, value in fields.items()}
     for name in ("top1", "entropy", "load_balancing", "unchanged", "compared"):
         known.pop(name)
@@ -293,7 +297,7 @@ def _rank_record(
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)
 
 
-def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
+def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, JsonObject]:
     """Samples by global rank, from each machine's first rank."""
     width, found = len(gpu_sampler.FIELDS), {}
     for sender, block in enumerate(blocks):

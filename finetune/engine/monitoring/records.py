@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
+from transformers import TrainingArguments
 
 from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
@@ -49,7 +49,7 @@ class StepCounter:
         self._plan, self._layout = plan, layout
         self._documents = layout.packs.totals(np.ones(len(layout.rows), dtype=np.int64))
 
-    def step(self, step: int, args: Any) -> Totals:
+    def step(self, step: int, args: TrainingArguments) -> Totals:
         """The totals of optimizer step `step`, counted from 0, without its seconds."""
         layout = self._layout
         rows = self._plan.step_rows(*divmod(step, self._plan.steps_per_epoch))
@@ -70,7 +70,7 @@ class StepCounter:
             int(tokens[self._plan.step_rows(epoch, one)].sum()) for one in range(steps)
         )
 
-    def _positions(self, step: int, args: Any) -> int:
+    def _positions(self, step: int, args: TrainingArguments) -> int:
         """Positions that all ranks compute in a step, padding included."""
         if self._layout.packs.pack_length is not None:
             return self._plan.global_batch_size * self._layout.packs.pack_length
@@ -156,7 +156,7 @@ class RecordWriter:
             for name, value in each.items():
                 self.scalar(name, value, step, rank.rank)
 
-    def start_line(self, step: int, logging_steps: int, devices: Sequence[Mapping[str, Any]]) -> None:
+    def start_line(self, step: int, logging_steps: int, devices: Sequence[Mapping[str, object]]) -> None:
         """The line of ranks.jsonl at the start of training; `devices` has the machine and GPU of each rank."""
         if self._rank_log is not None:
             ranks = [{"rank": rank, **facts} for rank, facts in enumerate(devices)]

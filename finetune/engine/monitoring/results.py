@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune.engine.monitoring import metrics, peak_memory
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.engine.monitoring.monitor import StepRecord
 from finetune.engine.monitoring.records import Totals
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 
 class RunResults:
@@ -19,7 +18,7 @@ class RunResults:
         self._hardware, self._size = hardware, size
         self.losses: list[float] = []  # of each step
         self.step_seconds: list[float] = []
-        self.evaluations: list[dict[str, Any]] = []
+        self.evaluations: list[JsonObject] = []
         self.evaluation_seconds = self.saving_seconds = self.training_seconds = 0.0
         self.tokens_seen = 0
         self.start_up: dict[str, float] | None = None  # seconds by phase, if this is the first run of its process
@@ -71,7 +70,7 @@ class RunResults:
         self._fullest = max(fullest, self._fullest or 0.0)
         return fullest
 
-    def to_dict(self, exposed: list[float], warnings: list[str]) -> dict[str, Any]:
+    def to_dict(self, exposed: list[float], warnings: list[str]) -> JsonObject:
         """Fields of run.json. Every rank calls it.
 
         Args:
@@ -100,7 +99,7 @@ class RunResults:
             "warnings": warnings,
         }
 
-    def _communication(self, exposed: list[float]) -> dict[str, Any]:
+    def _communication(self, exposed: list[float]) -> JsonObject:
         """The share (0 to 1) of a step in which gradients travel and nothing is computed: the median over the steps
         that DDP accounts for, averaged over ranks, by the median step. Waiting for a slower rank is in it."""
         if distributed.ranks().world_size == 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
@@ -31,6 +31,7 @@ from finetune.runtime import startup
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import tag
+from finetune.runtime.types import JsonObject
 
 _LOWER_RATE = (
     "Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 instead of float16; then "
@@ -44,7 +45,7 @@ class Dashboard:
     """What the logger cannot know by itself."""
 
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
-    hyperparameters: dict[str, Any] = field(default_factory=dict)  # of the HPARAMS table
+    hyperparameters: JsonObject = field(default_factory=dict)  # of the HPARAMS table
     review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
     divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
     samples: Callable[[], SampleResult] | None = None  # answers of the current model; called on every rank
@@ -121,8 +122,8 @@ class RunLogger(TrainerCallback):
             raise ValueError("the logger is not attached to a trainer")
         return self._monitor
 
-    def _timed_apart(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _timed_apart(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             if self._training_since is None:
                 return function(*args, **kwargs)
             if self.hardware.device == "cuda":
@@ -137,7 +138,9 @@ class RunLogger(TrainerCallback):
 
     # --- training begins, a step ends ---------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._first_step = state.global_step + 1
         # A resumed run goes on counting where the checkpoint stopped.
         self.run.tokens_seen = self._counter.tokens_before(state.global_step)
@@ -154,16 +157,22 @@ class RunLogger(TrainerCallback):
         self.monitor.start(int(args.logging_steps))
         self._training_since = time.perf_counter()
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._rates.append(learning_rate(self._trainer.optimizer))
         step = state.global_step + 1
         if self._rates[-1] > 0 and (step % args.logging_steps == 0 or step >= state.max_steps):
             self.monitor.sample_weights()
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.monitor.compare_weights()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
         step = self._counter.step(state.global_step - 1, args)
         self._window.add(step)
@@ -185,7 +194,12 @@ class RunLogger(TrainerCallback):
     # --- records ------------------------------------------------------------------------------------------------------
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: object,
     ) -> None:
         """Log an evaluation, or a record: what all ranks did since the last one.
 
@@ -286,7 +300,9 @@ class RunLogger(TrainerCallback):
         if step > 0 and not math.isfinite(loss):
             raise RunError(f"The evaluation loss after step {step} is not finite ({loss}). {_LOWER_RATE}")
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._training_since is None:
             return
         if self.dashboard.samples is not None:  # inside the trainer's `evaluate`, so its time counts as evaluation
@@ -327,7 +343,9 @@ class RunLogger(TrainerCallback):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._training_since is not None:
             self.run.training_seconds += time.perf_counter() - self._training_since
             self._training_since = None
@@ -352,7 +370,7 @@ class RunLogger(TrainerCallback):
         for tracker in self.trackers:
             tracker.end()
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> JsonObject:
         """Fields of run.json. Every rank calls it."""
         events = self.records.events
         return self.run.to_dict(self.monitor.exposed, [events.warning] if events and events.warning else [])
@@ -366,9 +384,9 @@ def _replaced_methods(trainer: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def _device_facts(hardware: Hardware) -> dict[str, Any]:
+def _device_facts(hardware: Hardware) -> JsonObject:
     """Which machine and GPU this rank is on."""
-    facts: dict[str, Any] = {"host": socket.gethostname(), "device": hardware.name, "gpu": None, "uuid": None}
+    facts: JsonObject = {"host": socket.gethostname(), "device": hardware.name, "gpu": None, "uuid": None}
     if hardware.device == "cuda":
         index = torch.cuda.current_device()
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

@@ -22,6 +22,7 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import user_code
 from finetune.runtime.command import printable
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import Model, Tokenizer
 from finetune.text import counted
 
 MAX_NEW_TOKENS = 256
@@ -45,7 +46,7 @@ class Question:
     end: int | None  # the special token that ends the answer, if one does
 
 
-def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
+def questions(rows: Rows, tokenizer: Tokenizer, count: int) -> list[Question]:
     """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
     special = set(tokenizer.added_tokens_decoder)
@@ -59,7 +60,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         start = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
         if start > 1:
             end = int(supervised[-1]) + 1
-            reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+            reference = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=True)
             last = int(ids[end - 1])
             found.append(
                 Question(
@@ -73,7 +74,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     return found
 
 
-def _markers(tokenizer: Any) -> tuple[str, str] | None:
+def _markers(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """What starts a user's and an assistant's turn in the chat template; None if it is not known."""
     try:
         user, assistant = derive_markers(tokenizer, load_template(tokenizer))
@@ -82,7 +83,7 @@ def _markers(tokenizer: Any) -> tuple[str, str] | None:
     return (user.strip(), assistant.strip()) if user.strip() and assistant.strip() else None
 
 
-def _last_message(tokenizer: Any, prompt: list[int], markers: tuple[str, str] | None) -> str:
+def _last_message(tokenizer: Tokenizer, prompt: list[int], markers: tuple[str, str] | None) -> str:
     """The last message of the user in a prompt that the chat template rendered; else the whole prompt. A template may
     begin every prompt with a system message of its own."""
     if markers is not None:
@@ -99,7 +100,7 @@ def _last_message(tokenizer: Any, prompt: list[int], markers: tuple[str, str] | 
 
 
 @activity.during("generating samples")
-def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[tuple[str, bool]]:
+def answers(model: Model, tokenizer: Tokenizer, asked: Sequence[Question]) -> list[tuple[str, bool]]:
     """Greedy answers, in order, on every rank, and whether each came to an end; each rank generates its share."""
     me = distributed.ranks()
     longest = max(question.answer_tokens for question in asked)
@@ -143,11 +144,11 @@ class Metric:
     """The function that logging.metric names."""
 
     name: str
-    function: Callable[[list[str], list[str]], Any]
+    function: Callable[[list[str], list[str]], object]
 
 
 def answer_and_score(
-    model: Any, tokenizer: Any, asked: Sequence[Question], metric: Metric | None = None
+    model: Model, tokenizer: Tokenizer, asked: Sequence[Question], metric: Metric | None = None
 ) -> SampleResult:
     """Have the model answer, and score the answers. Every rank calls it, and gets the same.
 

@@ -8,7 +8,7 @@ single ranks are in TensorBoard and ranks.jsonl only.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -19,6 +19,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.runtime.command import printable, warn
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import METRICS
+from finetune.runtime.types import JsonObject
 
 # Usage statistics that the services' own libraries send, beside what they are asked to log.
 _NO_TELEMETRY = {
@@ -80,13 +81,13 @@ class Tracker:
     def __init__(self, name: str, callback: TrainerCallback, reported: dict[str, float]) -> None:
         self.name, self.callback, self._reported = name, callback, reported
         self._begun = self._failed = False
-        self._ending: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._ending: tuple[tuple[object, ...], JsonObject] | None = None
         self._methods = {event: getattr(callback, event) for event in EVENTS}
         for event in EVENTS:
             setattr(callback, event, self._passing(event))
 
-    def _passing(self, event: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
+    def _passing(self, event: str) -> Callable[..., None]:
+        def call(*args: object, **kwargs: Any) -> None:
             if event == "on_train_end":
                 self._ending = (args, kwargs)
             elif event == "on_log":
@@ -96,7 +97,7 @@ class Tracker:
 
         return call
 
-    def _completed(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, logs: JsonObject) -> JsonObject:
         """The trainer's logs with the figures of TensorBoard, if they are a record or an evaluation of the run. Their
         names get their `train/` or `eval/` here if the callback does not add it."""
         is_record = "loss" in logs or any(key in logs for key in self._reported)
@@ -104,7 +105,7 @@ class Tracker:
         logs = logs | self._reported if is_record else logs
         return integration_utils.rewrite_logs(logs) if self.name in _UNPREFIXED else logs
 
-    def _call(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def _call(self, event: str, *args: object, **kwargs: object) -> None:
         if self._failed:
             return
         try:

@@ -24,7 +24,7 @@ _SIGNED = "exp_avg"
 _CODES, SCALES = "codes", "scales"
 
 
-def is_used(optimizer: Any) -> bool:
+def is_used(optimizer: object) -> bool:
     """Whether this is torchao's AdamW8bit, inside accelerate's wrapper if there is one."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__ == "AdamW8bit"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from finetune.runtime.types import JsonObject
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float:
@@ -12,7 +12,7 @@ def learning_rate(optimizer: torch.optim.Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def set_learning_rate(group: dict[str, Any], rate: float | torch.Tensor) -> None:
+def set_learning_rate(group: JsonObject, rate: float | torch.Tensor) -> None:
     """Set the learning rate of one parameter group. torchao's optimizers keep it in a tensor, and refuse a number."""
     if torch.is_tensor(group["lr"]):
         group["lr"].fill_(rate)

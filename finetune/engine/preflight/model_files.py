@@ -53,6 +53,7 @@ def read_object(file: Path) -> dict:
 
 def why_damaged(file: Path) -> str | None:
     """What is wrong with a safetensors file, judged by its header: 8 bytes of length, JSON with offsets, data."""
+    size = 0
     try:
         size = file.stat().st_size
         with open_regular(file) as content:

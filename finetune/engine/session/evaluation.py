@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.engine.session.building import BuiltTrainer
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.engine.monitoring.samples import Question, SampleResult
 
 
-def evaluate(job: Job, built: BuiltTrainer, questions: list[Question]) -> tuple[dict[str, Any], SampleResult | None]:
+def evaluate(job: Job, built: BuiltTrainer, questions: list[Question]) -> tuple[JsonObject, SampleResult | None]:
     """Loss and scores of the current model on the held-out rows, for run.json, and its answers to `questions`."""
     loss = built.trainer.evaluate()["eval_loss"] if job.data.eval else None
     if not questions:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config import Config, scaled_learning_rate
 from finetune.config.load import dump_yaml
@@ -19,13 +19,14 @@ from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import disk
 from finetune.runtime.ranks import distributed, failures, hang, interrupt, launcher, multinode
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.engine.training.trainer import SFTTrainer
 
 
-def attention_used(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
+def attention_used(job: Job, trainer: SFTTrainer) -> JsonObject:
     """The kernel of packs for run.json at the end of training; a warning if it is not the chosen one."""
     from finetune.engine.kernels import attention
 
@@ -105,7 +106,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
         raise
 
 
-def write_result(config: Config, result: dict[str, Any]) -> None:
+def write_result(config: Config, result: JsonObject) -> None:
     """Write the content of run.json to the file of --json, on rank 0."""
     if config.json and distributed.ranks().is_main:
         write_json(config.json, redact_tree(result))

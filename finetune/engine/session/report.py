@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from finetune.config import scaled_learning_rate
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.checkpoint.resume import StartPoint
     from finetune.engine.job import Job
+
+
+class MicroBatch(Protocol):
+    """The choice of a micro-batch (`finetune.measure.micro_batch`)."""
+
+    per_device: int
+    searches: bool  # before the first step
+    reason: str
+    seconds: float
+
+    def to_dict(self) -> JsonObject: ...
 
 
 def print_introduction(job: Job, start: StartPoint) -> None:
@@ -83,7 +95,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(note)
 
 
-def print_micro_batch(job: Job, size: Any) -> None:
+def print_micro_batch(job: Job, size: MicroBatch) -> None:
     """Print what the search before the first step has found (`micro_batch.Choice`)."""
     row = "row" if job.unpacked_because else "pack"
     print_line(
@@ -112,7 +124,7 @@ def method(job: Job) -> str:
     return "QLoRA" if model.load_in_4bit else "8-bit LoRA" if model.load_in_8bit else "LoRA"
 
 
-def print_finished(output_dir: str, done: dict[str, Any]) -> None:
+def print_finished(output_dir: str, done: JsonObject) -> None:
     """Print that there is nothing to do."""
     steps = done.get("steps")
     early = bool(done.get("early_stopping"))
@@ -124,7 +136,7 @@ def print_finished(output_dir: str, done: dict[str, Any]) -> None:
     )
 
 
-def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) -> str:
+def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> str:
     """Print which evaluation was the best and whether training ended early. Returns the text; empty without either.
 
     Args:
@@ -149,7 +161,7 @@ def print_stopped(checkpoint: Path, resume_with: str) -> None:
     print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with {resume_with}.")
 
 
-def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str) -> None:
+def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> None:
     """Print the results of a finished run.
 
     Args:

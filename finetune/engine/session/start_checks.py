@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.preflight import model_files
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
 
 
-def check_space(config: Config, model: Any) -> None:
+def check_space(config: Config, model: Model) -> None:
     """Check the free disk space: the final weights and, with save_steps, one checkpoint (weights and two float32
     moments) must fit.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,9 +14,10 @@ from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.engine.sharding import shard
 from finetune.errors import RunError
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import Model
 
 
-def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
+def save_model(model: Model, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
     """Write the model, or its adapter, as `save_pretrained` would. Every rank calls it.
 
     Args:
@@ -41,20 +41,20 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_ch
     distributed.barrier()
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
+def weights(model: Model) -> dict[str, torch.Tensor]:
     """The tensors of a model's files, by their names there: tied weights once."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
         owner = id(parameters.get(name, tensor))
-        if owner not in seen and name not in (model._keys_to_ignore_on_save or ()):
+        if owner not in seen and name not in (getattr(model, "_keys_to_ignore_on_save", None) or ()):
             found[name] = tensor
             seen.add(owner)
     return found
 
 
-def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def _save_config(model: Model, folder: Path, dtype: torch.dtype) -> None:
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a subclass
     model.config.save_pretrained(folder)
@@ -62,7 +62,7 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _save_adapter(model: Any, folder: Path) -> None:
+def _save_adapter(model: Model, folder: Path) -> None:
     """An adapter is small: rank 0 keeps it whole on its host, one gathered tensor after the other."""
     kept: dict[str, torch.Tensor] = {}
     own: list[int] = []  # nonzero elements in this rank's part of each tensor
@@ -103,7 +103,7 @@ def check_adapter(held: int, stored: int) -> None:
         )
 
 
-def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_through_transformers(model: Model, folder: Path, dtype: torch.dtype | None) -> None:
     """Models whose files have other tensors than the model: transformers converts them, whole on rank 0's host."""
     kept = {}
     for name, tensor in model.state_dict().items():
@@ -116,7 +116,7 @@ def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | No
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
 
 
-def load_model(model: Any, checkpoint: Path) -> None:
+def load_model(model: Model, checkpoint: Path) -> None:
     """Read the weights of a checkpoint, or its adapter, into a sharded model: each rank its part.
 
     Raises:

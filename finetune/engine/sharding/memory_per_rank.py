@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from finetune.engine.optimizer import eight_bit, state_bytes
+from finetune.runtime.types import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class RankMemory:
     optimizer: int | None
 
 
-def predicted_bytes(model: Any, world_size: int, optimizer: str, weights: str = "float32") -> RankMemory:
+def predicted_bytes(model: Model, world_size: int, optimizer: str, weights: str = "float32") -> RankMemory:
     """Most memory that a rank may hold.
 
     FSDP2 splits a parameter along its first dimension into parts of ceil(rows / ranks) rows and pads the last one
@@ -46,7 +46,7 @@ def predicted_bytes(model: Any, world_size: int, optimizer: str, weights: str = 
     return RankMemory(parameters=total, gradients=trained, optimizer=states if known else None)
 
 
-def allocated_bytes(model: Any, optimizer: Any = None) -> RankMemory:
+def allocated_bytes(model: Model, optimizer: torch.optim.Optimizer | None = None) -> RankMemory:
     """Memory on this rank, by the storages of its tensors. An optimizer's step counters are left out."""
     parameters = list(model.parameters())
     state = {} if optimizer is None else optimizer.state

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 
-def store_as_float32(model: nn.Module, device: torch.device) -> int:
+def store_as_float32(model: Model, device: torch.device) -> int:
     """Store the 4-bit weights of `model` as float32, in place, and their scales on `device`. Returns their number.
 
     bitsandbytes finds a weight's state on its module once FSDP2 has replaced the parameter
@@ -50,7 +51,7 @@ def store_as_float32(model: nn.Module, device: torch.device) -> int:
     return found
 
 
-def restore_quant_states(model: nn.Module) -> None:
+def restore_quant_states(model: Model) -> None:
     """Give each sharded 4-bit parameter its state again, by which its size is counted."""
     for module in model.modules():
         state, weight = getattr(module, "quant_state", None), module._parameters.get("weight")

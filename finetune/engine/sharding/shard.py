@@ -26,6 +26,7 @@ from finetune.engine.sharding import digests, memory_per_rank
 from finetune.errors import UserError
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 
 
 def is_requested(config: Config) -> bool:
@@ -33,12 +34,12 @@ def is_requested(config: Config) -> bool:
     return config.training.strategy == "shard" and distributed.ranks().world_size > 1
 
 
-def is_sharded(model: Any) -> bool:
+def is_sharded(model: Model) -> bool:
     """Whether `apply` has sharded this model."""
     return isinstance(base_model(model), FSDPModule)
 
 
-def base_model(model: Any) -> Any:
+def base_model(model: Model) -> Any:
     """The causal language model, inside an adapter's wrapper if there is one: generation calls it directly."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -55,7 +56,7 @@ def policy(dtype: torch.dtype, *, root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def units(model: Any) -> list[tuple[str, nn.Module]]:
+def units(model: Model) -> list[tuple[str, nn.Module]]:
     """Name and module of each unit below the root, in the order of the model.
 
     Raises:
@@ -114,7 +115,7 @@ def separate_compile_caches() -> None:
         config.cache_key_tag = f"{config.cache_key_tag} {own}".strip()
 
 
-def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:
+def apply(model: Model, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:
     """Shard `model` over the ranks of `mesh`, in place. Every rank calls it with the same model; it waits for no other.
 
     Args:
@@ -135,19 +136,19 @@ def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.M
     fully_shard(base_model(model), mesh=mesh, mp_policy=own)
 
 
-def fsdp_modules(model: Any) -> Iterator[FSDPModule]:
+def fsdp_modules(model: Model) -> Iterator[FSDPModule]:
     """The units, and the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def reshard(model: Any) -> None:
+def reshard(model: Model) -> None:
     """Free what the root has gathered. After a pass without a backward pass it would keep it, and its parameters would
     not be DTensors."""
     for module in fsdp_modules(model):
         module.reshard()
 
 
-def set_reduction(model: Any, reduces: bool) -> None:
+def set_reduction(model: Model, reduces: bool) -> None:
     """Whether the next backward pass reduces the gradients. If not, each rank keeps its own, unsharded, in float32."""
     base_model(model).set_requires_gradient_sync(reduces)
 
@@ -214,7 +215,7 @@ class Sharding:
     output_dtype: str
 
 
-def inspect(model: Any) -> Sharding:
+def inspect(model: Model) -> Sharding:
     """Count what is sharded, on this rank."""
     modules = list(fsdp_modules(model))
     named = list(model.named_parameters())
@@ -233,7 +234,7 @@ def inspect(model: Any) -> Sharding:
     )
 
 
-def sharding_record(model: Any, optimizer: str, weights: str) -> dict[str, Any]:
+def sharding_record(model: Model, optimizer: str, weights: str) -> JsonObject:
     """What run.json has about the sharding of a model; `local_elements` and `parameter_bytes` per rank. Every rank
     calls it before training.
 
@@ -251,5 +252,5 @@ def sharding_record(model: Any, optimizer: str, weights: str) -> dict[str, Any]:
     }
 
 
-def _names(found: Any) -> tuple[str, ...]:
+def _names(found: Iterable[object]) -> tuple[str, ...]:
     return tuple(sorted({str(one).removeprefix("torch.") for one in found}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.hooks import Hooks
 from finetune.runtime.ranks import distributed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def loadable_files(config: Config, hooks: Hooks) -> TensorFiles | None:
@@ -43,7 +46,7 @@ def loadable_files(config: Config, hooks: Hooks) -> TensorFiles | None:
     return stored if fits and not any(kept_in_float32) else None
 
 
-def meta_model(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+def meta_model(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> PreTrainedModel:
     """The model without memory for its weights: each is one number that is seen at all its places. PEFT can add an
     adapter to it as if the weights were there."""
     folder = adapter_files.base_folder(config)
@@ -80,7 +83,7 @@ def load_unit(module: nn.Module, stored: TensorFiles, device: torch.device) -> N
             owner._parameters[name] = found[id(parameter)]
 
 
-def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> PreTrainedModel:
     """The model with real buffers, and parameters on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -94,7 +97,7 @@ def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> Any
     return model
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The parameters, tied ones once, and the buffers that are saved, by their names in the model's files."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)

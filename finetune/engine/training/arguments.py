@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -20,6 +19,7 @@ from finetune.engine.optimizer import master_weights
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.types import JsonObject
 
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
@@ -30,7 +30,7 @@ def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: 
     dtype = resolve_dtype(config, stack)
     checkpointing = bool(training.gradient_checkpointing)
     tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
-    settings: dict[str, Any] = dict(
+    settings: JsonObject = dict(
         output_dir=training.output_dir,
         per_device_train_batch_size=batch.per_device,
         per_device_eval_batch_size=training.per_device_eval_batch_size,
@@ -119,7 +119,7 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
         ) from error
 
 
-def check_compiler(args: Any) -> None:
+def check_compiler(args: trl.SFTConfig) -> None:
     """Raise a UserError if torch.compile has no such backend or mode."""
     from accelerate.utils import DynamoBackend
     from torch._inductor import list_mode_options
@@ -131,7 +131,7 @@ def check_compiler(args: Any) -> None:
             raise UserError(f"training.{key} is unknown: {value!r}. Set it to one of {', '.join(known)}.")
 
 
-def current_field_names(settings: dict[str, Any]) -> dict[str, Any]:
+def current_field_names(settings: JsonObject) -> JsonObject:
     """The settings with `gradient_checkpointing*` renamed to `activation_checkpointing*` if the installed SFTConfig has
     these fields, as it does from transformers 5.18 on."""
     present = {field.name for field in dataclasses.fields(trl.SFTConfig)}

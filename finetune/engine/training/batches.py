@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from finetune.data.layout import Layout
 from finetune.engine.kernels import attention
+from finetune.runtime.types import JsonObject
 
 
 def eval_datasets(layout: Layout | Mapping[str, Layout] | None) -> Any:
@@ -19,7 +20,7 @@ def eval_datasets(layout: Layout | Mapping[str, Layout] | None) -> Any:
     return {name: one.rows.dataset for name, one in layout.items()}
 
 
-def to_device(inputs: dict[str, Any], device: torch.device, *, packed_kernel: bool) -> dict[str, Any]:
+def to_device(inputs: JsonObject, device: torch.device, *, packed_kernel: bool) -> JsonObject:
     """Move a micro-batch to the device without blocking, except for the document lengths.
 
     Transformers' layers get the boundaries of the documents on the device. Unsloth reads the lengths on the host: on
@@ -45,7 +46,7 @@ class HostTensor:
         self.tensor = tensor
 
 
-def unwrap_host_tensors(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def unwrap_host_tensors(model: torch.nn.Module, args: tuple, kwargs: JsonObject) -> tuple[tuple, JsonObject]:
     """Forward pre-hook of the model inside DDP: unwraps the tensors."""
     return args, {name: value.tensor if isinstance(value, HostTensor) else value for name, value in kwargs.items()}
 

@@ -12,18 +12,19 @@ from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.sharding import shard
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject, Model
 
 
 class Evaluator(Protocol):
     """What `evaluate_rows` needs of the trainer."""
 
-    model: Any
+    model: Model
     args: Any  # SFTConfig, whose class Unsloth may replace
     sharded: bool
 
     def evaluation_pass(
         self, layout: Layout, rows: list[int], count: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any], TokenStatistics | None]:
+    ) -> tuple[torch.Tensor, JsonObject, TokenStatistics | None]:
         """Forward pass on some rows: this rank's share of the loss, the inputs, and the statistics of their tokens."""
         ...
 

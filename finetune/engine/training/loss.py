@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -11,14 +10,14 @@ from finetune.data import IGNORE_INDEX
 from finetune.runtime.types import Model
 
 
-def has_fused_head(model: Any) -> bool:
+def has_fused_head(model: Model) -> bool:
     """Whether TRL has given the model the forward that computes token losses without keeping the logits."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     code = getattr(base.forward, "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-def loss_from_mean(model: Model, inputs: Mapping[str, torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+def loss_from_mean(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], total: torch.Tensor) -> torch.Tensor:
     """Sum of the token losses / `total`, for a model whose forward ignores the count and returns the mean over its
     micro-batch.
 
@@ -49,7 +48,7 @@ class StepStatistics:
             self._losses.append(self._loss)
             self._loss = None
 
-    def add_tokens(self, outputs: Any) -> None:
+    def add_tokens(self, outputs: object) -> None:
         """A training pass is done: keep what a fused head has computed anyway, which other heads do not."""
         entropy, is_top1 = getattr(outputs, "entropy", None), getattr(outputs, "is_top1", None)
         if entropy is not None and is_top1 is not None:

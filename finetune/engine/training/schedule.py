@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from finetune.errors import UserError
 
 
 @contextlib.contextmanager
-def explain_schedule_error(name: Any, arguments: Any) -> Iterator[None]:
+def explain_schedule_error(name: object, arguments: object) -> Iterator[None]:
     """Context in which a schedule is made; an error is about its arguments.
 
     Raises:
@@ -30,7 +29,7 @@ def explain_schedule_error(name: Any, arguments: Any) -> Iterator[None]:
         ) from error
 
 
-def move_schedule(schedule: Any, step: int) -> None:
+def move_schedule(schedule: object, step: int) -> None:
     """Move a new schedule to optimizer step `step` and set its optimizer's learning rates to match.
 
     Schedules that depend on measurements (reduce_lr_on_plateau, greedy) have no position; they start over.

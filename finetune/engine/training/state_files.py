@@ -6,7 +6,6 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from finetune.engine.checkpoint import tensor_files
 from finetune.engine.optimizer import eight_bit
 from finetune.engine.training.schedule import move_schedule
 from finetune.errors import RunError
+from finetune.runtime.types import JsonObject
 
 # Keys of an optimizer's parameter group that are state, not settings. All but the first are of schedule-free ones.
 _STATE_IN_GROUPS = frozenset(("params", "k", "train_mode", "weight_sum", "lr_max", "scheduled_lr"))
@@ -34,7 +34,7 @@ def explain_load_error(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def read_state(path: Path, *, mapped: bool = False) -> JsonObject:
     """Load a file of tensors and plain values onto the host, without running any code in it.
 
     Args:
@@ -52,7 +52,13 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def load_optimizer_and_schedule(
-    folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *, sharded: bool, rebuild: bool, step: int
+    folder: Path,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    *,
+    sharded: bool,
+    rebuild: bool,
+    step: int,
 ) -> None:
     """Load the state of both from a checkpoint.
 
@@ -83,9 +89,9 @@ def load_optimizer_and_schedule(
 
 def _restore(
     optimizer: torch.optim.Optimizer,
-    schedule: Any,
-    state: dict[str, Any],
-    saved_schedule: dict[str, Any],
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    state: JsonObject,
+    saved_schedule: JsonObject,
     position: int | None,
 ) -> None:
     """Load both states; with a `position`, the optimizer's numbers alone, and the schedule moves there."""

@@ -17,6 +17,7 @@ import torch
 import transformers
 import trl
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch
@@ -43,6 +44,7 @@ from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import activity, distributed, interrupt, launcher
+from finetune.runtime.types import JsonObject
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -95,7 +97,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.eval_layout = eval_layout
         self.resumed_step = 0  # optimizer step at which a resumed run starts
         self.retention = checkpoints.Retention()
-        self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
+        self.manifest: JsonObject = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
         self.before_first_step: Callable[[], None] | None = None  # called once, before the model is wrapped
         self.sharded = shard.is_sharded(model)
@@ -140,7 +142,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._has_fused_head = "unsloth" not in sys.modules or has_fused_head(self.model)
         self._counts_checked = False
 
-    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[type, JsonObject]:  # type: ignore[override]
         """As in transformers, whose optimizers partly live in other packages; or one that rounds stochastically.
 
         Raises:
@@ -157,7 +159,7 @@ class SFTTrainer(trl.SFTTrainer):
             return kind, settings
         return master_weights.rounding_optimizer(kind, settings)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """As in transformers."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.weights == master_weights.STOCHASTIC:
@@ -179,7 +181,7 @@ class SFTTrainer(trl.SFTTrainer):
         if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """As in transformers; the parts of a sharded model are in place."""
         if not self.sharded:
             super()._move_model_to_device(model, device)
@@ -212,7 +214,7 @@ class SFTTrainer(trl.SFTTrainer):
             generator=torch.Generator().manual_seed(self.args.seed),
         )
 
-    def collate_rows(self, rows: Any, pack_length: int | None = None) -> dict[str, Any]:
+    def collate_rows(self, rows: Any, pack_length: int | None = None) -> JsonObject:
         """A micro-batch of these rows, on the host."""
         pad = self.processing_class.pad_token_id or 0  # masked, so any token will do
         batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
@@ -222,13 +224,13 @@ class SFTTrainer(trl.SFTTrainer):
             batch.pop("packed_seq_lengths", None)
         return batch
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: JsonObject) -> JsonObject:
         """Move a micro-batch to the device without blocking; transformers' method blocks on each tensor."""
         return to_device(inputs, self.args.device, packed_kernel=self._packed_kernel)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
+    ) -> tuple[list[JsonObject], torch.Tensor | None]:
         """The micro-batches of one optimizer step, and the number of supervised tokens in the global batch.
 
         The count (an int64 scalar on the device) comes from the plan, so it needs no collective and no host-device
@@ -247,7 +249,7 @@ class SFTTrainer(trl.SFTTrainer):
             count = count.pin_memory().to(device, non_blocking=True)
         return batches, count
 
-    def _check_count(self, batches: list[dict[str, Any]], planned: int) -> None:
+    def _check_count(self, batches: list[JsonObject], planned: int) -> None:
         """Check, once per run, that the ranks' supervised tokens add up to the plan's count.
 
         Raises:
@@ -269,15 +271,21 @@ class SFTTrainer(trl.SFTTrainer):
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]
         self,
-        model: Any,
-        inputs: dict[str, Any],
+        model: torch.nn.Module,
+        inputs: JsonObject,
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """This rank's share of the step's loss, times the world size; every argument is passed on.
+
+        A mean over each micro-batch would weigh a token by how many others happen to share its micro-batch, so the
+        result would change with accumulation, packing and world size. So every pass returns the sum of its token losses
+        divided by the tokens of the whole step: the passes of all ranks then add up to the loss of the step, however
+        its rows were dealt. DDP averages gradients over ranks, which the factor undoes. A loss with `return_outputs`
+        or without a count is someone else's (a callback's, TRL's), and stays as it is defined there.
 
         Args:
             num_items_in_batch: supervised tokens of the global batch. Without it the loss is the micro-batch's mean.
@@ -297,7 +305,9 @@ class SFTTrainer(trl.SFTTrainer):
         self.statistics.add_load_balancing(value)
         return loss
 
-    def _token_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
+    def _token_loss(
+        self, model: torch.nn.Module, inputs: JsonObject, num_items_in_batch: torch.Tensor, **kwargs: Any
+    ) -> Any:
         """`compute_loss`, without the gradient of a term that is no sum over supervised tokens."""
         loss: Any
         if not self.model_accepts_loss_kwargs:
@@ -319,7 +329,7 @@ class SFTTrainer(trl.SFTTrainer):
         # DDP and accelerate modify the loss in place, which fails on a view from a fused kernel (unsloth issue 3452).
         return loss.clone() if loss._is_view() else loss
 
-    def _note_tokens(self, outputs: Any, inputs: dict[str, Any]) -> None:
+    def _note_tokens(self, outputs: object, inputs: JsonObject) -> None:
         """Keep what this forward pass yields besides the loss: in evaluation whatever it has."""
         if torch.is_grad_enabled():
             self.statistics.add_tokens(outputs)
@@ -332,7 +342,9 @@ class SFTTrainer(trl.SFTTrainer):
         divided = torch.is_grad_enabled() and not self.model_accepts_loss_kwargs and not self.loss_is_scaled_for_ga
         return self.args.world_size * (self.current_gradient_accumulation_steps if divided else 1)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: JsonObject, num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Forward and backward of one micro-batch; the loss stays on the device."""
         if self.sharded:
             shard.set_reduction(self.model, self.accelerator.sync_gradients or not self.reduces_once)
@@ -347,7 +359,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.statistics.add_loss(loss, ends_step=ends_step)
         return loss
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: JsonObject) -> int:
         """0: callbacks count them from the plan when they log. transformers would walk all modules on every call."""
         return 0
 
@@ -356,10 +368,10 @@ class SFTTrainer(trl.SFTTrainer):
     @interrupt.busy()
     @activity.during("evaluation")
     @torch.no_grad()
-    def evaluate(
+    def evaluate(  # type: ignore[override]
         self,
         eval_dataset: Layout | Mapping[str, Layout] | str | None = None,
-        ignore_keys: Any = None,
+        ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Mean loss in nats per supervised token of the held-out rows, each row once.
@@ -396,7 +408,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def evaluation_pass(
         self, layout: Layout, rows: list[int], count: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any], TokenStatistics | None]:
+    ) -> tuple[torch.Tensor, JsonObject, TokenStatistics | None]:
         """Forward pass on some rows of `layout`. Returns this rank's share of the loss, the inputs, and the statistics
         of their tokens if the model yields them.
 
@@ -442,7 +454,7 @@ class SFTTrainer(trl.SFTTrainer):
         finally:
             self._in_checkpoint = False
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a sharded model each rank reads its part."""
         if self.sharded:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
@@ -460,7 +472,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     @interrupt.busy()
     @activity.during("saving")
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         """Write checkpoint-N under a temporary name; rename it once all ranks' files and the manifest are there."""
         output_dir = Path(self.args.output_dir)
         target = output_dir / f"checkpoint-{self.state.global_step}"
@@ -554,7 +566,7 @@ class SFTTrainer(trl.SFTTrainer):
         with explain_load_error(Path(str(checkpoint), "scaler.pt")):
             super()._load_scaler(checkpoint)
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> Any:
         """As in transformers, but the intervals for logging, saving and evaluation come from this configuration, not
         from the checkpoint's trainer_state.json."""
         trained = super()._init_training_state(max_steps, *args, **kwargs)
@@ -567,7 +579,7 @@ class SFTTrainer(trl.SFTTrainer):
         args = self.args
         return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.plan.steps_per_epoch)
 
-    def train(self, resume_from_checkpoint: str | None = None, *, rebuild: bool = False, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, *, rebuild: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
         """Train to the end, from the beginning or from a complete checkpoint.
 
         Args:

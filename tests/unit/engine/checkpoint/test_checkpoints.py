@@ -12,22 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.config import load
 from finetune.engine.checkpoint import checkpoints, output_folder, run_artifacts
-from finetune.engine.record import RunRecord
-from finetune.engine.session import start_checks
 from finetune.errors import RunError, UserError
 from finetune.runtime import files
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import disk
-
-
-def make_checkpoint(output: Path, step: int) -> Path:
-    target = output / f"checkpoint-{step}"
-    with checkpoints.staging(target) as folder:
-        (folder / "weights.bin").write_bytes(b"x" * 100)
-        checkpoints.seal(folder, {"step": step, "plan": "p"})
-    return target
+from tests.helpers.checkpoints import make_checkpoint
 
 
 def test_newest_complete_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
@@ -157,16 +147,6 @@ def test_a_checkpoint_of_another_name_says_its_step_itself(tmp_path: Path) -> No
     assert found.step == 9 and checkpoints.find(tmp_path, True).path is None
 
 
-def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), checkpoints.staging(tmp_path / "checkpoint-3") as folder:
-        (folder / "half").write_text("")
-        raise ValueError
-    with pytest.raises(ValueError), output_folder.final_files(tmp_path) as folder:
-        (folder / "half").write_text("")
-        raise ValueError
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
 def test_a_checkpoint_takes_the_place_of_whatever_has_its_name(tmp_path: Path, kind: str) -> None:
     """A link itself is replaced; what it points to stays."""
@@ -254,64 +234,6 @@ def test_a_rotation_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_partial_files_of_dead_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    """Also when the run starts anew with overwrite_output_dir."""
-    mine = [".checkpoint-x.partial", "notes.partial", ".run.json.partial", "final", "x.checkpoint-3.partial"]
-    junk = [".checkpoint-7.partial", ".checkpoint-7.replaced.partial", ".final.partial", ".run.json.123.partial"]
-    for name in (*junk[:3], *mine):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").write_text("")
-    (tmp_path / junk[3]).write_text("{")
-    output_folder.prepare_output(tmp_path, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
-
-
-def test_output_folder_of_another_run(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="holds another run .checkpoint-1.*resume_from_checkpoint"):
-        output_folder.check_output(tmp_path, resuming=False, overwrite=False)
-    assert sorted(tmp_path.rglob("*")) == before
-    output_folder.check_output(tmp_path, resuming=True, overwrite=False)
-    output_folder.check_output(tmp_path, resuming=False, overwrite=True)
-    (tmp_path / "mine.txt").write_text("")
-    output_folder.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_output_that_is_a_file_or_has_no_room(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for given, words in (
-        ("file", "which is a file"),
-        ("file/deep/er", "file, a file. Give a folder"),
-        ("link", "symbolic link to .*nowhere, which does not exist"),
-        ("link/deep", "symbolic link to .*nowhere, which does not exist"),
-    ):
-        for resuming in (False, True):
-            with pytest.raises(UserError, match=words):
-                output_folder.check_output(tmp_path / given, resuming=resuming, overwrite=False)
-    with pytest.raises(UserError, match="MiB free; a checkpoint needs"):
-        output_folder.check_space(tmp_path / "not" / "there", 2**62, "a checkpoint")
-    assert not (tmp_path / "not").exists()
-
-
-@pytest.mark.parametrize(("save_steps", "weights"), [(500, 2), (0, 1)])
-def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, weights: int
-) -> None:
-    """Two float32 moments of each of 1,024 weights belong to a checkpoint."""
-    asked = []
-    monkeypatch.setattr(output_folder, "check_space", lambda _, needed, what: asked.append((needed, what)))
-    files = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
-    config = load([*files, "--training.output_dir", str(tmp_path), "--training.save_steps", str(save_steps)])
-    start_checks.check_space(config, torch.nn.Linear(32, 32, bias=False))
-    moments = 8 * 1024 * (weights - 1)
-    (needed, what) = asked[0]
-    assert needed == weights * 4 * 1024 + moments + output_folder.SPARE_BYTES
-    assert ("checkpoint" in what) == (save_steps > 0)
-
-
 # An error as a library raises it -> the message.
 WRITES = {
     "full": (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
@@ -359,15 +281,6 @@ def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
     write_json(path, {"a": math.nan, "b": [math.inf, 1.5], "c": Path("x")})
     assert json.loads(path.read_text()) == {"a": None, "b": [None, 1.5], "c": "x"}
     assert [item.name for item in path.parent.iterdir()] == ["run.json"]
-
-
-def test_a_run_that_failed_before_it_began_leaves_no_record(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path)
-    record.fail("too early")
-    assert list(tmp_path.iterdir()) == []
-    record.update(status="running")
-    record.fail("boom")
-    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "failed", "error": "boom"}
 
 
 @pytest.mark.parametrize("name", ["runs", "hang"])

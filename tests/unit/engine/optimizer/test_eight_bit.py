@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,6 @@ from finetune.measure import trial
 from patches import torchao_state_dtype
 
 pytest.importorskip("torchao")
-
-
-@pytest.fixture
-def one_rank_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
