@@ -86,7 +86,7 @@ def kernels() -> dict[str, Any]:
     began, found = time.perf_counter(), {}
     for name, (tokens, length, heads, keys, dim) in SHAPES.items():
         lengths = (length,) * (tokens // length)
-        shapes = attention.Shapes(
+        shapes = attention.AttentionShapes(
             heads=heads, key_value_heads=keys, head_dim=dim, lengths=lengths, dtype=torch.bfloat16
         )
         choice = attention.choose("auto", shapes, "cuda")
@@ -103,9 +103,11 @@ def from_float64(on: bool) -> list[float]:
     from finetune.engine.kernels import attention
     from finetune.runtime.machine import flash
 
-    shapes = attention.Shapes(heads=8, key_value_heads=2, head_dim=64, lengths=(130, 7, 259), dtype=torch.bfloat16)
+    shapes = attention.AttentionShapes(
+        heads=8, key_value_heads=2, head_dim=64, lengths=(130, 7, 259), dtype=torch.bfloat16
+    )
     flash.set_enabled(on)
-    results, _ = attention.measured(varlen_attn, shapes, "cuda")
+    results, _ = attention.measure(varlen_attn, shapes, "cuda")
     flash.set_enabled(False)
 
     def exact(query: Any, key: Any, value: Any, bounds: Any, *given: Any, **options: Any) -> Any:
@@ -118,7 +120,7 @@ def from_float64(on: bool) -> list[float]:
             outputs.append((weights @ v).transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 
-    expected, _ = attention.measured(exact, shapes, "cuda")
+    expected, _ = attention.measure(exact, shapes, "cuda")
     return [attention.difference(one, other) for one, other in zip(results, expected, strict=True)]
 
 

@@ -121,7 +121,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import TrainerCallback
 
-    from finetune.engine.monitoring.phases import split
+    from finetune.engine.monitoring.phases import split_steps
     from finetune.runtime import communication
     from finetune.runtime.ranks import distributed
 
@@ -183,7 +183,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 # Left for the record, which drains the same clock right after this.
                 clock = logger.monitor._timer._clock
                 marks, free = list(clock._marks), list(clock._free)
-                self.timed = split(clock.drain())
+                self.timed = split_steps(clock.drain())
                 clock._marks, clock._free = marks, free
                 self.counted = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
             elif state.global_step == FIRST + TRACED + 1:

@@ -96,21 +96,23 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     import torch
 
     from finetune.engine.kernels import fused_lora
-    from finetune.engine.kernels.low_rank import Term, plus
+    from finetune.engine.kernels.low_rank import LowRankTerm, add_term
 
     gate, up, dh = (torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     terms = [
-        Term(*(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((tokens, rank), (rank, inner))), 0.1)
+        LowRankTerm(
+            *(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((tokens, rank), (rank, inner))), 0.1
+        )
         for _ in range(3)
     ]
     down = torch.randn(rank, inner, device="cuda", dtype=torch.bfloat16)
-    gate_kept, up_kept = plus(gate, terms[0]), plus(up, terms[1])  # by the forward pass
+    gate_kept, up_kept = add_term(gate, terms[0]), add_term(up, terms[1])  # by the forward pass
 
     def forward() -> list[Any]:
         return list(fused_lora.silu_and_multiply(gate, up, *terms[:2], down))
 
     def forward_separate() -> list[Any]:
-        h, _ = fused_lora.silu_and_multiply(plus(gate, terms[0]), plus(up, terms[1]))
+        h, _ = fused_lora.silu_and_multiply(add_term(gate, terms[0]), add_term(up, terms[1]))
         return [h, h @ down.t()]
 
     def backward() -> list[Any]:
@@ -119,7 +121,7 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
 
     def backward_separate() -> list[Any]:
         h, _ = fused_lora.silu_and_multiply(gate_kept, up_kept)
-        dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate_kept, up_kept, plus(dh, terms[2]))
+        dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate_kept, up_kept, add_term(dh, terms[2]))
         products = [dgate.t() @ terms[0].left, dup.t() @ terms[1].left, terms[2].left.t() @ h]
         return [dgate, dup, *(0.1 * one for one in products)]
 

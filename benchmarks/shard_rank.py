@@ -52,7 +52,7 @@ def train(request: dict[str, Any]) -> int:
         total = torch.cuda.get_device_properties(place).total_memory
         torch.cuda.set_per_process_memory_fraction(min(request["cap_gib"] * 2**30 / total, 1.0), place)
     if request.get("alone"):
-        shard.wanted = lambda config: config.training.strategy == "shard"
+        shard.is_requested = lambda config: config.training.strategy == "shard"
     return program.main(sys.argv[1:])
 
 
@@ -64,7 +64,8 @@ def quantized(folder: str, device: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine.model.loading import keep_4bit_layout, quantization_config
+    from finetune.engine.model.load_arguments import quantization_config
+    from finetune.engine.model.loading import keep_4bit_layout
 
     model = AutoModelForCausalLM.from_pretrained(
         folder,

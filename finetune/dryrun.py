@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.engine import preflight, report, session
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.model import read_ahead
+from finetune.engine.preflight import adapter_files
+from finetune.engine.session import opening, report, start_checks
 from finetune.errors import RunError, UserError
 from finetune.measure import slices, strategy
 from finetune.measure.dry_run_report import TrialResult, launch_line, print_report
@@ -79,13 +80,13 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    session.check_present(config)
+    opening.check_present(config)
     read_ahead.start(config)
     check_one_process()
-    config, demo = session.with_demo(config)
+    config, demo = opening.resolve_demo(config)
     world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
-        folder = preflight.base_folder(config)
+        folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None
         if folder is not None and layers is not None and slices.slice_layers(layers) is not None:
             from finetune.measure.dry_run_slices import measure_slices  # it imports torch
@@ -94,7 +95,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     collectives = None
     if devices is None:
         collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
-    return measure(config, world, collectives, lambda: session.open_session(config, real, demo=demo, hooks=hooks))
+    return measure(config, world, collectives, lambda: opening.open_session(config, real, demo=demo, hooks=hooks))
 
 
 def run_script(words: list[str], json: Path | None, devices: int | None = None) -> int:
@@ -160,7 +161,7 @@ def measure(
         prepare: as `trial.prepare`.
     """
     output_dir = Path(config.training.output_dir)
-    checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
+    output_folder.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
     resolved = config
     try:
         if collectives is not None and not collectives["ok"]:
@@ -174,9 +175,9 @@ def measure(
         resolved = job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
-        report.print_introduction(job, resume.Start())
-        session.check_space(config, job.model)
-        session.check_saving(job)
+        report.print_introduction(job, resume.StartPoint())
+        start_checks.check_space(config, job.model)
+        start_checks.check_saving(job)
         dry_run.show_example(job)
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:

@@ -71,8 +71,8 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
     from finetune.data.layout import lay_out
     from finetune.data.plan import Plan
     from finetune.data.prepare import prepare
-    from finetune.engine import session
-    from finetune.engine.model import loading
+    from finetune.engine.model import tokenizer_loading
+    from finetune.engine.session import opening
     from finetune.errors import UserError
     from finetune.measure import strategy
     from finetune.runtime import bootstrap
@@ -82,12 +82,12 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
             "prepare needs a model and data, but none are configured. Set model.model_name_or_path and data.train_file."
         )
     if Path(str(config.model.model_name_or_path)).is_dir():  # the tokenizer is enough to prepare data
-        session.check_files(config)
+        opening.check_files(config)
     else:
-        session.check_present(config)
+        opening.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
-    tokenizer = loading.with_padding(hooks.replace("tokenizer", loading.load_tokenizer(config)))
+    tokenizer = tokenizer_loading.set_padding(hooks.replace("tokenizer", tokenizer_loading.load_tokenizer(config)))
     data = prepare(config, tokenizer, hooks)
     pack_length = config.data.row_length if config.data.packing else None
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from finetune import review
 from finetune.config import Config
 from finetune.engine import run as story
-from finetune.engine import session
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine.checkpoint import checkpoints, output_folder, resume
 from finetune.engine.model import read_ahead
 from finetune.engine.record import RunRecord
+from finetune.engine.session import building, final_model, opening, recording
 from finetune.measure import strategy
 from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -24,7 +24,7 @@ from finetune.runtime.types import JsonObject
 if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.engine.monitoring.run_logger import Dashboard
-    from finetune.engine.session import Build
+    from finetune.engine.session.building import BuiltTrainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,10 +44,10 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
         from finetune import dryrun
 
         return dryrun.run(config, hooks)
-    session.check_present(config)
+    opening.check_present(config)
     read_ahead.start(config)
     strategy.apply(config)
-    config, demo = session.with_demo(config)
+    config, demo = opening.resolve_demo(config)
     door = ConfigurationRun(demo, parity_dump, without, hooks)
     outcome = story.run(door, config, RunRecord(Path(config.training.output_dir)))
     return INTERRUPTED if outcome.stopped else DONE
@@ -63,44 +63,44 @@ class ConfigurationRun(story.Door):
     ) -> None:
         self._demo, self._parity_dump, self._without, self._hooks = demo, parity_dump, without, hooks
 
-    def above(self) -> story.Above:
+    def upper_floors(self) -> story.UpperFloors:
         from finetune.measure import micro_batch, scoring
 
-        return story.Above(micro_batch=micro_batch, scoring=scoring, review=review)
+        return story.UpperFloors(micro_batch=micro_batch, scoring=scoring, review=review)
 
-    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         training, output_dir = config.training, record.path.parent
         resuming = bool(training.resume_from_checkpoint)
-        checkpoints.check_output(output_dir, resuming=resuming, overwrite=training.overwrite_output_dir)
+        output_folder.check_output(output_dir, resuming=resuming, overwrite=training.overwrite_output_dir)
         # Report a wrong path before anything is loaded.
         found = checkpoints.find(output_dir, training.resume_from_checkpoint, verify=False)
-        batch = resume.batch_of(config, found.manifest, distributed.ranks().world_size)
+        batch = resume.resumed_batch(config, found.manifest, distributed.ranks().world_size)
         if self._demo is not None:
             print_line(self._demo.introduction())
-        return session.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
+        return opening.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
 
-    def leave_finished(self, job: Job, start: resume.Start, done: JsonObject) -> None:
-        session.write_result(job.config, done)
+    def leave_finished(self, job: Job, start: resume.StartPoint, done: JsonObject) -> None:
+        recording.write_result(job.config, done)
         process_group.finish()
 
-    def take_folder(self, job: Job, start: resume.Start) -> None:
+    def take_folder(self, job: Job, start: resume.StartPoint) -> None:
         training = job.config.training
-        checkpoints.take_over(Path(training.output_dir), overwrite=training.overwrite_output_dir)
+        output_folder.prepare_output(Path(training.output_dir), overwrite=training.overwrite_output_dir)
 
     @contextlib.contextmanager
-    def trainer(self, job: Job, start: resume.Start, pages: Dashboard) -> Iterator[Build]:
+    def trainer(self, job: Job, start: resume.StartPoint, pages: Dashboard) -> Iterator[BuiltTrainer]:
         output_dir = Path(job.config.training.output_dir)
-        yield session.build_trainer(job, output_dir, self._parity_dump, start_step=start.found.step, dashboard=pages)
+        yield building.build_trainer(job, output_dir, self._parity_dump, start_step=start.found.step, dashboard=pages)
 
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
-        session.write_result(job.config, record.content)
+        recording.write_result(job.config, record.content)
         if ended and distributed.ranks().is_main:
             from finetune.export import card
 
             card.try_write_of_run(record.path.parent, record.content)
         process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
         if ended and self._hooks.save is not None and distributed.ranks().is_main:
-            session.export(job, record)
+            final_model.call_save_hook(job, record)
 
 
 if __name__ == "__main__":

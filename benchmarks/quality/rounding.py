@@ -49,7 +49,7 @@ def error_feedback(exact: torch.Tensor, name: str) -> torch.Tensor:
 
 def seeded(seed: int) -> Rounding:
     """Stochastic rounding."""
-    return lambda exact, name: rounding.stochastic(exact, torch.bfloat16, name, seed)
+    return lambda exact, name: rounding.round_stochastically(exact, torch.bfloat16, name, seed)
 
 
 METHODS: dict[str, Rounding] = {

@@ -322,19 +322,19 @@ def does_not_fit(
 
 def sharding_advice(config: Config, machine: Hardware) -> tuple[str, JsonObject | None]:
     """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
-    from finetune.engine import preflight
     from finetune.engine.optimizer import master_weights
+    from finetune.engine.preflight import adapter_files
     from finetune.measure import sharding
 
     if (why := sharding.why_not_sharded(config)) is not None:
         return f"It cannot be sharded (training.strategy: shard): {why}", None
-    folder = preflight.base_folder(config)
+    folder = adapter_files.base_folder(config)
     found = sharding.read_sizes(folder) if folder is not None else None
     if found is None or machine.memory_gib is None:
         return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
     here = devices_here(machine)
     margin = rules.MEMORY_MARGIN * machine.memory_gib * 2**30
-    config = master_weights.decided(config, machine.memory_gib, found.total)
+    config = master_weights.resolve_auto(config, machine.memory_gib, found.total)
     stored = sharding.storage(config)
     fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), stored)
     if fits is None:

@@ -16,10 +16,10 @@ def trainable_bytes(config: Config) -> list[int]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.engine.model import loading
+    from finetune.engine.model import adapters, load_errors
 
     name = str(config.model.model_name_or_path)
-    with loading._model_not_found(name, "configuration"):
+    with load_errors.explain_load_error(name, "configuration"):
         shape = AutoConfig.from_pretrained(name, revision=config.model.revision)
     with init_empty_weights():
         built = AutoModelForCausalLM.from_config(shape)
@@ -30,7 +30,7 @@ def trainable_bytes(config: Config) -> list[int]:
     from peft import LoraConfig, get_peft_model
 
     lora = config.lora
-    targets = lora.target_modules or list(loading.PROJECTIONS)
+    targets = lora.target_modules or list(adapters.PROJECTIONS)
     settings = LoraConfig(r=lora.r, target_modules=targets, modules_to_save=lora.modules_to_save, task_type="CAUSAL_LM")
     adapted = get_peft_model(built, settings, low_cpu_mem_usage=True)
     return [parameter.numel() * 4 for parameter in adapted.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
-from finetune.engine import session
+from finetune.engine.session import building, opening, out_of_memory
 from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
 from finetune.runtime.ranks import distributed, process_group
@@ -57,17 +57,17 @@ def shortened(config: Config, request: JsonObject, out: str) -> Config:
 
 def measure(config: Config, request: JsonObject, out: Path) -> JsonObject:
     """Build the real trainer, train, and gather the figures of all ranks."""
-    config, demo = session.with_demo(config)
+    config, demo = opening.resolve_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
-    job = session.open_session(config, batch, demo=demo)
+    job = opening.open_session(config, batch, demo=demo)
     from finetune.bench.windows import Windows
     from finetune.engine.monitoring import peak_memory
 
-    built = session.build_trainer(job, out)
+    built = building.build_trainer(job, out)
     trainer = built.trainer
     windows = Windows(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
     trainer.args.max_steps = windows.total
-    with built.logger, session.out_of_memory(job):
+    with built.logger, out_of_memory.explain_out_of_memory(job):
         trainer.train()
     own = figures(windows)
     own |= {"peak_memory_gib": peak_memory.peak_gib(), "states": windows.states, "profile": windows.profile}
@@ -76,7 +76,7 @@ def measure(config: Config, request: JsonObject, out: Path) -> JsonObject:
         "backend": job.stack.backend,
         "batch": asdict(batch),
         "trainable_parameters": job.size.trainable_parameters,
-        "tokens_per_step": built.logger.tokens_seen / trainer.state.global_step,
+        "tokens_per_step": built.logger.run.tokens_seen / trainer.state.global_step,
         "ranks": ranks,
     }
 

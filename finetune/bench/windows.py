@@ -13,7 +13,7 @@ from finetune.runtime.machine import hardware
 from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
-    from finetune.engine.trainer import SFTTrainer
+    from finetune.engine.training.trainer import SFTTrainer
 
 PROFILED = 3  # steps traced by torch's profiler on a GPU
 

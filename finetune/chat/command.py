@@ -15,7 +15,7 @@ from finetune.runtime.options import Options, count, one_of, path
 if TYPE_CHECKING:
     from finetune.chat.generation import Generator
     from finetune.chat.load import LoadedModel
-    from finetune.engine.checkpoint.run_artifacts import Trained
+    from finetune.engine.checkpoint.run_artifacts import TrainedModel
 
 PURPOSE = (
     "Talk to the result of a run in the terminal, or answer a file of prompts. RUN is an output folder of"
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
 
     from finetune.engine.checkpoint import run_artifacts
 
-    found = run_artifacts.find(options.run)
+    found = run_artifacts.find_trained_model(options.run)
     if options.serve:
         from finetune.chat import serve
 
@@ -171,7 +171,7 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _generator(options: argparse.Namespace, found: Trained, loaded: LoadedModel) -> Generator:
+def _generator(options: argparse.Namespace, found: TrainedModel, loaded: LoadedModel) -> Generator:
     from finetune.chat.generation import GenerationSettings, Generator
 
     settings = GenerationSettings(

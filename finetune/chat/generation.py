@@ -15,9 +15,9 @@ from finetune.chat.load import LoadedModel
 from finetune.data.templates import render
 from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.spans import end_of_turn
-from finetune.engine.checkpoint.run_artifacts import Trained
+from finetune.engine.checkpoint.run_artifacts import TrainedModel
 from finetune.engine.model import generation_config
-from finetune.engine.model.loading import complete, end_tokens
+from finetune.engine.model.generation import complete, end_tokens
 from finetune.errors import RunError, UserError
 from finetune.runtime.types import JsonObject, Model
 
@@ -55,7 +55,13 @@ class Generator:
     """A loaded model with its chat template, stop tokens and way to generate."""
 
     def __init__(
-        self, loaded: LoadedModel, found: Trained, settings: GenerationSettings, *, system: str | None, raw: bool | None
+        self,
+        loaded: LoadedModel,
+        found: TrainedModel,
+        settings: GenerationSettings,
+        *,
+        system: str | None,
+        raw: bool | None,
     ) -> None:
         """
         Args:
@@ -122,11 +128,11 @@ class Generator:
         """Tokens that end an answer: of the generation configs of model and run, of the tokenizer, and the one that
         ends a turn in the chat template. If the tokenizer has no token for that, its text."""
         tokenizer = self.loaded.tokenizer
-        stops = {*end_tokens(self.loaded.model, tokenizer), *generation_config.ends_in(self.found.folder)}
+        stops = {*end_tokens(self.loaded.model, tokenizer), *generation_config.end_tokens_in_file(self.found.folder)}
         ending = end_of_turn(tokenizer, self.template, self._variables) if self.template is not None else None
         if ending is None:
             return sorted(stops), None
-        first = generation_config.first_added(tokenizer, ending)
+        first = generation_config.first_added_token(tokenizer, ending)
         return (sorted(stops), ending) if first is None else (sorted({*stops, first}), None)
 
     # --- answers ------------------------------------------------------------------------------------------------------

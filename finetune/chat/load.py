@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
-from finetune.engine import preflight
-from finetune.engine.checkpoint.run_artifacts import Trained
+from finetune.engine.checkpoint.run_artifacts import TrainedModel
+from finetune.engine.preflight import adapter_files, hub, model_files
 from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
 from finetune.runtime.types import Model, Tokenizer
@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 def load(
-    found: Trained,
+    found: TrainedModel,
     *,
     base: str | None = None,
     trust_remote_code: bool = False,
@@ -105,7 +105,7 @@ def load(
     return LoadedModel(model=model, base=before, tokenizer=tokenizer, description=description)
 
 
-def choose_backend(asked: str, found: Trained, base: str | None) -> str:
+def choose_backend(asked: str, found: TrainedModel, base: str | None) -> str:
     """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/results),
     and loads an adapter only with the base model that the adapter names.
 
@@ -130,7 +130,7 @@ def choose_backend(asked: str, found: Trained, base: str | None) -> str:
     return "auto" if fits and torch.cuda.is_available() else "transformers"
 
 
-def _load_with_unsloth(found: Trained, dtype: torch.dtype | None, **arguments: Any) -> Model:
+def _load_with_unsloth(found: TrainedModel, dtype: torch.dtype | None, **arguments: Any) -> Model:
     import unsloth
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
@@ -146,7 +146,7 @@ def _load_with_unsloth(found: Trained, dtype: torch.dtype | None, **arguments: A
     return model
 
 
-def _check_base(found: Trained, name: str, named: bool) -> None:
+def _check_base(found: TrainedModel, name: str, named: bool) -> None:
     """Check that the base model is here, or on a Hub that answers, and that it is the one that was trained.
 
     Raises:
@@ -154,25 +154,25 @@ def _check_base(found: Trained, name: str, named: bool) -> None:
     """
     from huggingface_hub import constants
 
-    from finetune.engine.checkpoint import resume
+    from finetune.engine.checkpoint import base_weights
 
     given = f"--base is {name}" if named else f"the base model of {found.folder} is {name}"
     revision = None if named else found.revision
-    folder = preflight.base_folder(Config(model=ModelConfig(model_name_or_path=name, revision=revision)))
+    folder = adapter_files.base_folder(Config(model=ModelConfig(model_name_or_path=name, revision=revision)))
     if folder is None and constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{given}: there is no such folder and no such model in the cache, and HF_HUB_OFFLINE is set. Give its "
             "folder with --base."
         )
     if folder is None:
-        preflight.check_hub(given)
+        hub.check_hub(given)
         return
     if not Path(name).is_dir():
-        preflight.use_cache_without_network()
+        hub.use_cache_without_network()
     if found.adapter is None or found.base_digest is None:
         return
     try:
-        digest = resume.weights_digest(folder)
+        digest = base_weights.weights_digest(folder)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{given}, whose weights cannot be read: {str(error)[:200]}. Copy the model again.") from None
     if digest is not None and digest != found.base_digest:
@@ -182,26 +182,26 @@ def _check_base(found: Trained, name: str, named: bool) -> None:
         )
 
 
-def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Tokenizer:
+def _tokenizer(found: TrainedModel, base: str | None, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer that was saved with the weights; or the base model's, for an adapter that was saved without one."""
     from transformers import AutoTokenizer
 
-    from finetune.engine.model.loading import with_padding
+    from finetune.engine.model.tokenizer_loading import set_padding
 
-    own = any((found.folder / file).is_file() for file in preflight.TOKENIZER)
+    own = any((found.folder / file).is_file() for file in model_files.TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(
         str(found.folder) if own or base is None else base,
         revision=None if own else found.revision,
         trust_remote_code=trust_remote_code,
     )
-    return with_padding(tokenizer)
+    return set_padding(tokenizer)
 
 
 def _causal_lm(name: str, bits: int | None, dtype: torch.dtype | None, **arguments: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine.model.loading import quantization_config
+    from finetune.engine.model.load_arguments import quantization_config
 
     quantization = quantization_config(bits, dtype or torch.bfloat16)
     return AutoModelForCausalLM.from_pretrained(

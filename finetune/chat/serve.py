@@ -6,13 +6,13 @@ import json
 import shlex
 from pathlib import Path
 
-from finetune.engine import preflight
-from finetune.engine.checkpoint.run_artifacts import Trained
+from finetune.engine.checkpoint.run_artifacts import TrainedModel
+from finetune.engine.preflight import model_files
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
 
-def commands(found: Trained) -> JsonObject:
+def commands(found: TrainedModel) -> JsonObject:
     """{vllm, llama.cpp, ask}: the steps of each, as shell commands. A full model needs no export for vLLM."""
     source, name = str(found.given), found.given.resolve().name
     if found.folder != found.given:
@@ -50,11 +50,11 @@ def text(found: JsonObject) -> str:
     return "\n".join([*parts, "# then, in another terminal", found["ask"]])
 
 
-def _context(found: Trained) -> int | None:
+def _context(found: TrainedModel) -> int | None:
     """Tokens of the model's context, from config.json of the model or of a local base; None if it is not known here."""
     folder = found.folder if found.adapter is None else Path(found.base or "")
     try:
-        shape = files.read_json(folder / preflight.SHAPES[0])
+        shape = files.read_json(folder / model_files.SHAPES[0])
     except (OSError, ValueError):
         return None
     inner = shape.get("text_config", shape) if isinstance(shape, dict) else {}

@@ -11,8 +11,8 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.doctor import copies, known_pairs, tested_sets
 from finetune.doctor.inspect import Findings, divide_batch, wants_cpu
-from finetune.engine import session
-from finetune.engine.checkpoint import checkpoints
+from finetune.engine.checkpoint import output_folder
+from finetune.engine.session import opening
 from finetune.errors import UserError
 from finetune.text import counted
 
@@ -227,9 +227,9 @@ def _output(config: Config, found: Findings) -> Verdict:
     try:
         if config.given:  # without a configuration, an earlier run in the default folder does not matter
             resuming = bool(training.resume_from_checkpoint)
-            checkpoints.check_output(path, resuming=resuming, overwrite=training.overwrite_output_dir)
+            output_folder.check_output(path, resuming=resuming, overwrite=training.overwrite_output_dir)
         else:
-            checkpoints.check_space(path, checkpoints.SPARE_BYTES, "the run's records")
+            output_folder.check_space(path, output_folder.SPARE_BYTES, "the run's records")
     except UserError as error:
         return "stop", str(error)
     return "ok", "can be written, with room for a run's records"
@@ -263,7 +263,7 @@ def _files(config: Config, found: Findings) -> Verdict:
     if config.demo:
         return None
     try:
-        session.check_present(config)
+        opening.check_present(config)
     except UserError as error:
         return "stop", str(error)
     return "ok", "all that must be on this machine is present"

@@ -135,7 +135,7 @@ def start_stack(backend: str) -> JsonObject:
         "reason": stack.reason,
         "device": stack.device,
         "flash_4": flash.why_unusable(),
-        "liger": liger.unusable(stack.device),
+        "liger": liger.why_unavailable(stack.device),
         "patches": [verdict.to_dict() for verdict in stack.patches],
         "hardware": hardware.probe().to_dict(),
     }

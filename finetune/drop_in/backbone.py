@@ -15,7 +15,7 @@ from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
 from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
-from finetune.engine.model.loading import with_padding
+from finetune.engine.model.tokenizer_loading import set_padding
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import NO_HOOKS
@@ -179,7 +179,7 @@ def tokenizer(
             setattr(found, name, token)
     if args.chat_template_path is not None:
         model, found, peft_config = _with_template(model, found, str(args.chat_template_path), peft_config)
-    return with_padding(found), model, peft_config
+    return set_padding(found), model, peft_config
 
 
 def _with_template(

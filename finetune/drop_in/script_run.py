@@ -15,15 +15,16 @@ from finetune import review
 from finetune.config import Config
 from finetune.drop_in import settings
 from finetune.drop_in.names import with_script_names
-from finetune.engine import run, session
-from finetune.engine.checkpoint import best, checkpoints, resume
+from finetune.engine import run
+from finetune.engine.checkpoint import best, finished_runs, output_folder, resume
 from finetune.engine.job import Job
 from finetune.engine.monitoring import trackers
 from finetune.engine.monitoring.callbacks import FirstGradients, Profile, StopOnRequest
 from finetune.engine.monitoring.run_logger import Dashboard, RunLogger
 from finetune.engine.record import RunRecord
-from finetune.engine.session import Build
-from finetune.engine.trainer import SFTTrainer
+from finetune.engine.session import building
+from finetune.engine.session.building import BuiltTrainer
+from finetune.engine.training.trainer import SFTTrainer
 from finetune.errors import UserError
 from finetune.measure import micro_batch, scoring
 from finetune.runtime import startup
@@ -62,29 +63,29 @@ class ScriptRun(run.Door):
         """
         self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
 
-    def above(self) -> run.Above:
-        return run.Above(micro_batch=micro_batch, scoring=scoring, review=review)
+    def upper_floors(self) -> run.UpperFloors:
+        return run.UpperFloors(micro_batch=micro_batch, scoring=scoring, review=review)
 
-    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         job, trainer, training = self._job, self._trainer, config.training
         job.config = config
         resuming = bool(training.resume_from_checkpoint)
-        checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
-        checkpoints.check_shared(record.path.parent)
+        output_folder.check_output(record.path.parent, resuming=resuming, overwrite=True)
+        output_folder.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
         self._take_batch(start.found.manifest)
         config = job.config = replace(config, training=settings.with_batch(training, job.batch))
-        job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
+        job.batch = resume.resumed_batch(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 
-    def finished(self, job: Job, start: resume.Start) -> JsonObject | None:
+    def finished(self, job: Job, start: resume.StartPoint) -> JsonObject | None:
         """Only with a checkpoint: the script goes on with the trained weights.
 
         Raises:
             UserError: the run is finished, and has no checkpoint.
         """
         output_dir, resuming = Path(job.config.training.output_dir), job.config.training.resume_from_checkpoint
-        if start.found.path is None and resuming and resume.record_of_done_run(output_dir) is not None:
+        if start.found.path is None and resuming and finished_runs.done_record(output_dir) is not None:
             raise UserError(
                 f"resume_from_checkpoint=True: {output_dir} holds a finished run, and no checkpoint. Load its model "
                 "from there, or leave resume_from_checkpoint out: train() then starts a new run, and moves this one to "
@@ -94,22 +95,22 @@ class ScriptRun(run.Door):
             return None
         return super().finished(job, start)
 
-    def leave_finished(self, job: Job, start: resume.Start, done: JsonObject) -> object:
+    def leave_finished(self, job: Job, start: resume.StartPoint, done: JsonObject) -> object:
         return self._train(str(start.found.path))  # no step is left: it loads the weights
 
-    def take_folder(self, job: Job, start: resume.Start) -> None:
+    def take_folder(self, job: Job, start: resume.StartPoint) -> None:
         output_dir = Path(job.config.training.output_dir)
         if start.found.path is None:
-            if (moved := checkpoints.set_aside(output_dir)) is not None:
+            if (moved := output_folder.archive_earlier_run(output_dir)) is not None:
                 print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
-        checkpoints.take_over(output_dir, overwrite=False)
+        output_folder.prepare_output(output_dir, overwrite=False)
 
     @contextlib.contextmanager
-    def trainer(self, job: Job, start: resume.Start, pages: Dashboard) -> Iterator[Build]:
+    def trainer(self, job: Job, start: resume.StartPoint, pages: Dashboard) -> Iterator[BuiltTrainer]:
         """The script's trainer, with the run's own callbacks and the logger's hold on its methods."""
         trainer, output_dir = self._trainer, Path(job.config.training.output_dir)
         trainer.set_batch(job.batch)
-        logger = session.run_logger(job, output_dir, start_step=start.found.step, dashboard=pages)
+        logger = building.build_run_logger(job, output_dir, start_step=start.found.step, dashboard=pages)
         stop = StopOnRequest()
         steps = job.config.logging.profile_steps
         profile = [Profile(output_dir / "runs", steps)] if steps else []
@@ -117,10 +118,10 @@ class ScriptRun(run.Door):
         # Before the script's, which then see TRL's metrics too.
         trainer.callback_handler.callbacks[:0] = own
         logger.attach(trainer)
-        logger.trackers = trackers.adopt(trainer.callback_handler.callbacks, logger.reported)
+        logger.trackers = trackers.wrap_trackers(trainer.callback_handler.callbacks, logger.records.reported)
         startup.current().ended("script")
         try:
-            yield Build(trainer=trainer, logger=logger, stop=stop)
+            yield BuiltTrainer(trainer=trainer, logger=logger, stop=stop)
         finally:
             logger.detach()
             for callback in own:
@@ -129,7 +130,7 @@ class ScriptRun(run.Door):
     def train(self, trainer: object, checkpoint: str | None, *, rebuild: bool) -> object:
         return self._train(checkpoint, rebuild=rebuild)
 
-    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[JsonObject, None]:
+    def evaluate(self, job: Job, built: BuiltTrainer, questions: list, *, trained: bool) -> tuple[JsonObject, None]:
         """Unseen by the script's callbacks and its log. A signal meanwhile must not cost the script its model."""
         trainer, logger = built.trainer, built.logger
         held_out = trainer.eval_layout
@@ -155,9 +156,9 @@ class ScriptRun(run.Door):
 
 def _evaluated(trainer: SFTTrainer, logger: RunLogger) -> dict[str, float]:
     """The losses by name of each set that this run has evaluated with the weights it ended with."""
-    found = best.summary(trainer)
+    found = best.best_summary(trainer)
     step = found["step"] if found is not None and found["loaded"] else trainer.state.global_step
-    return {one.get("set", ""): one["loss"] for one in logger.evaluations if one["step"] == step}
+    return {one.get("set", ""): one["loss"] for one in logger.run.evaluations if one["step"] == step}
 
 
 class TrlMetrics(transformers.TrainerCallback):
@@ -177,6 +178,6 @@ class TrlMetrics(transformers.TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}
+        metrics = {"num_tokens": float(self._logger.run.tokens_seen), **self._logger.token_means}
         logs |= metrics
         state.log_history[-1] |= metrics

@@ -17,7 +17,7 @@ from finetune.config.schema import (
     TrainingConfig,
 )
 from finetune.engine.monitoring import trackers
-from finetune.engine.optimizer.master_weights import FLOAT32, NONE, Choice, rounded
+from finetune.engine.optimizer.master_weights import FLOAT32, NONE, WeightPrecision, count_rounded
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
@@ -95,8 +95,8 @@ def training_arguments(args: trl.SFTConfig, batch: Batch) -> trl.SFTConfig:
     args.chat_template_path = None  # the tokenizer has it by now
     # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
     args.report_to = [name for name in args.report_to or [] if name != "tensorboard" and distributed.ranks().is_main]
-    trackers.no_telemetry()
-    # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
+    trackers.disable_telemetry()
+    # See engine.trainer.training_arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
     args.ddp_timeout = timeout(args)
@@ -192,9 +192,11 @@ def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch,
     return Config(**sections, given=given)
 
 
-def weights_as_loaded(model: Model) -> Choice:
+def weights_as_loaded(model: Model) -> WeightPrecision:
     """How the script keeps its trained weights: as it has loaded the model."""
-    return Choice(kind=NONE if rounded(model.parameters()) else FLOAT32, reason="as the script loads the model")
+    return WeightPrecision(
+        kind=NONE if count_rounded(model.parameters()) else FLOAT32, reason="as the script loads the model"
+    )
 
 
 def _dtype(args: trl.SFTConfig, model: Model) -> Any:

@@ -24,16 +24,17 @@ from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
-from finetune.engine import run, session
-from finetune.engine import trainer as engine
+from finetune.engine import run
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.kernels import fused_lora, liger
-from finetune.engine.model import loading as engine_model
-from finetune.engine.model import positions
+from finetune.engine.model import load_arguments, packing, positions, tokenizer_loading
 from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.record import RunRecord
-from finetune.engine.session import Build
+from finetune.engine.session import building, final_model
+from finetune.engine.session.building import BuiltTrainer
 from finetune.engine.sharding import shard
+from finetune.engine.training import batches
+from finetune.engine.training import trainer as engine
 from finetune.errors import UserError
 from finetune.export import card
 from finetune.runtime import scripts
@@ -169,25 +170,25 @@ class SFTTrainer(engine.SFTTrainer):
         self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
-        session.complete_early_stopping(self)
+        building.complete_early_stopping(self)
         self._created_with = refusals.snapshot(args, self.args)
         self._ready = True
         self._show_layouts()
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Model, data: Data, layers: liger.Choice) -> Job:
+    def _open_job(self, model: Model, data: Data, layers: liger.LayerKernels) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.model_stack(model, STACK)
         batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
         config = self._configuration(model, stack, batch)
         because = None if self.preparation.data_config.packing else "packing is off"
-        because = because or engine_model.why_not_packed(model, stack)
+        because = because or packing.why_not_packed(model, stack)
         if because is None:
-            because = engine_model.prepare_for_packs(model, config, stack)
+            because = packing.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.data_config.pack_length if because is None else None)
-        dtype = engine_model.resolve_dtype(config, stack)
+        dtype = load_arguments.resolve_dtype(config, stack)
         kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype)
         return Job(
             config=config,
@@ -219,22 +220,22 @@ class SFTTrainer(engine.SFTTrainer):
             Refused, UserError: it has not.
         """
         for split, found in data.splits.items():
-            engine_model.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
+            tokenizer_loading.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
             positions.check(model, found, split, "max_length (in SFTConfig)")
             refusals.check_row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
-    def _layer_kernels(stack: Stack, model: Model, args: trl.SFTConfig) -> liger.Choice:
+    def _layer_kernels(stack: Stack, model: Model, args: trl.SFTConfig) -> liger.LayerKernels:
         """Liger's if the script asks for them, else those of the model as the script loads it.
 
         Raises:
             Refused: Liger's kernels cannot be used here.
         """
         if not args.use_liger_kernel:
-            return liger.Choice(kernels=liger.own(stack), reason="the script loads the model")
+            return liger.LayerKernels(kernels=liger.backend_kernels(stack), reason="the script loads the model")
         if (why := liger.why_not(stack, model.config.model_type)) is not None:
             raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")
-        return liger.Choice(kernels=liger.LIGER, reason="set by use_liger_kernel")
+        return liger.LayerKernels(kernels=liger.LIGER, reason="set by use_liger_kernel")
 
     def _lay_out(self, data: Data, split: str, pack_length: int | None) -> Layout:
         return lay_out(data.splits[split], pack_length, seed=self.given.seed, fingerprint=data.fingerprint)
@@ -284,7 +285,7 @@ class SFTTrainer(engine.SFTTrainer):
     @property
     def eval_dataset(self) -> Shown | dict[str, Shown] | None:
         """The tokenized held-out rows, or several sets of them by name."""
-        return self._shown_eval if self._ready else engine.datasets_of(self.eval_layout)
+        return self._shown_eval if self._ready else batches.eval_datasets(self.eval_layout)
 
     @eval_dataset.setter
     def eval_dataset(self, value: object) -> None:
@@ -397,10 +398,10 @@ class SFTTrainer(engine.SFTTrainer):
         self.job.config = self._configuration(self.model, self.job.stack, batch)
         self.plan = self.job.plan()
 
-    def build_trial(self, job: Job, folder: Path) -> Build:
-        """As `session.build_trainer`: this trainer on the rows of `job`, without the script's callbacks. It is of no
+    def build_trial(self, job: Job, folder: Path) -> BuiltTrainer:
+        """As `building.build_trainer`: this trainer on the rows of `job`, without the script's callbacks. It is of no
         other use afterwards."""
-        logger = session.run_logger(job, folder, start_step=0, dashboard=None)
+        logger = building.build_run_logger(job, folder, start_step=0, dashboard=None)
         stop = StopOnRequest()
         self.set_steps(folder, job.config.training.max_steps, logging_steps=job.config.logging.logging_steps)
         self.plan, self.layout, self.eval_layout = job.plan(), job.layout, job.eval_layout
@@ -409,7 +410,7 @@ class SFTTrainer(engine.SFTTrainer):
         self.add_callback(FirstGradients())
         self.train = functools.partial(engine.SFTTrainer.train, self)  # type: ignore[assignment]  # no run of its own
         logger.attach(self)
-        return Build(trainer=self, logger=logger, stop=stop)
+        return BuiltTrainer(trainer=self, logger=logger, stop=stop)
 
     def train_for_parity(self, folder: Path, steps: int, most: int) -> None:
         """A short run, for `finetune parity`: without gradient clipping, a learning-rate schedule, and callbacks that
@@ -506,7 +507,7 @@ class SFTTrainer(engine.SFTTrainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-        sums = session.save_final(self, folder)
+        sums = final_model.save_final(self, folder)
         record = self._record
         if record is not None and record.path.parent.resolve() == folder.resolve():
             weights = {name: one for name, one in sums.items() if name.endswith(".safetensors")}

@@ -15,12 +15,13 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from filelock import FileLock
 
 from finetune.config import Config
 from finetune.errors import RunError
+from finetune.runtime.types import JsonObject
 
 VERSION = 1  # increment when the output of materialize changes: folders of other versions are not reused
 TRAIN_ROWS = 6144
@@ -117,12 +118,12 @@ def _is_complete(home: Path) -> bool:
 def _write(paths: DemoPaths, seed: int) -> None:
     train, held_out = rows(seed)
     paths.model_dir.mkdir(parents=True)
-    _write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
+    write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
     for file, content in ((paths.train_file, train), (paths.eval_file, held_out)):
         file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
 
-def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows(seed: int) -> tuple[list[JsonObject], list[JsonObject]]:
     """Training rows and held-out rows, {"messages": [user, assistant]} each, with equal shares of every kind of
     instruction.
 
@@ -135,12 +136,12 @@ def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
 
 
-def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
+def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[JsonObject]:
     answers: dict[str, str] = {}
     while len(answers) < count:
         scene = rng.sample(facts, rng.choice((2, 3)))
         if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # no name, color or thing twice
-            prompt, answer = _instruction(len(answers) % KINDS, scene)
+            prompt, answer = make_instruction(len(answers) % KINDS, scene)
             answers[prompt] = answer
     return [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
@@ -148,7 +149,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
     ]
 
 
-def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
+def make_instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     """The prompt of this kind about a scene of two or three facts, and its answer."""
     scene = " ".join(map(str, facts))
     first, last = facts[0], facts[-1]
@@ -165,7 +166,7 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     )[kind]
 
 
-def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
+def write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     """A Llama of half a million random weights, and a byte-level BPE tokenizer trained on `texts`."""
     import torch  # here, not above: Unsloth must be imported before transformers
     from safetensors.torch import save_file
@@ -196,7 +197,7 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
-    ids: dict[str, Any] = {
+    ids: JsonObject = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -227,7 +228,7 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
+def overrides(world_size: int = 1) -> dict[str, JsonObject]:
     """The configuration values of the demo, by section, without the paths.
 
     Full fine-tuning, because an adapter on random weights has nothing to adapt. Float32, for equal results on a CPU and

@@ -23,9 +23,12 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import activity, distributed, process_group
+from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 if TYPE_CHECKING:
-    from finetune.engine.kernels.attention import Choice
+    import torch
+
+    from finetune.engine.kernels.attention import AttentionKernel
     from finetune.engine.optimizer import master_weights
 
 
@@ -37,15 +40,15 @@ class Job:
     batch: Batch
     stack: Stack
     hardware: Hardware
-    tokenizer: Any
+    tokenizer: Tokenizer
     data: Data
     layout: Layout
     eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
-    attention: Choice  # the kernel of packs
-    layer_kernels: liger.Choice
-    master_weights: master_weights.Choice
-    model: Any
+    attention: AttentionKernel  # the kernel of packs
+    layer_kernels: liger.LayerKernels
+    master_weights: master_weights.WeightPrecision
+    model: Model
     size: ModelSize
     hooks: Hooks = NO_HOOKS
     # (key, package.module:name, what it stands for) of the code that the configuration names
@@ -68,7 +71,7 @@ def open_job(
     config: Config,
     batch: Batch,
     stack: Stack,
-    on_failure: Any = None,
+    on_failure: Callable[..., None] | None = None,
     hooks: Hooks = NO_HOOKS,
     before_loading: Callable[[str], str] = lambda weights: weights,
 ) -> Job:
@@ -83,31 +86,33 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import trainer
-    from finetune.engine.model import loading, positions
+    from finetune.engine.model import load_arguments, load_checks, packing, positions, tokenizer_loading
     from finetune.engine.optimizer import master_weights
+    from finetune.engine.training import arguments
 
     start_up = startup.current()
     start_up.ended("libraries")
-    loading.check(config, stack)
-    loading.check_by_config(config, stack)
-    tokenizer = loading.load_tokenizer(config)
+    load_checks.check(config, stack)
+    load_checks.check_on_meta_model(config, stack)
+    tokenizer = tokenizer_loading.load_tokenizer(config)
     with bootstrap.quiet_ranks():
-        tokenizer = loading.with_padding(hooks.replace("tokenizer", tokenizer))
+        tokenizer = tokenizer_loading.set_padding(hooks.replace("tokenizer", tokenizer))
     with activity.during("preparing data"):
         prepared = prepare(config, tokenizer, hooks)
-    tokenizer = loading.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
+    tokenizer = tokenizer_loading.set_chat_template(
+        config, tokenizer
+    )  # the rows are rendered; from here on it is what is saved
     check_backend(stack)
     start_up.ended("data")
     cpu = stack.device == "cpu"
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     start_up.ended("ranks")
-    trainer.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
-    weights = master_weights.choose(config, stack, loading.resolve_dtype(config, stack))
+    arguments.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
+    weights = master_weights.choose(config, stack, load_arguments.resolve_dtype(config, stack))
     with activity.during("reading the checkpoint"):
         if (kept := before_loading(weights.kind)) != weights.kind:
-            weights = master_weights.Choice(kind=kept, reason="as in the checkpoint")
+            weights = master_weights.WeightPrecision(kind=kept, reason="as in the checkpoint")
     config = replace(config, training=replace(config.training, master_weights=kept))
     pack_length = config.data.row_length if config.data.packing else None
     splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
@@ -115,18 +120,18 @@ def open_job(
     with activity.during("loading the model"):
         loaded = load_model(config, stack, row_length, tokenizer, hooks)
     for split, ledger in prepared.ledgers.items():
-        loading.check_vocabulary(loaded, tokenizer, ledger, split)
+        tokenizer_loading.check_vocabulary(loaded, tokenizer, ledger, split)
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
         if rows is not None:
             positions.check(loaded, rows, split)
-    because = "data.packing is off" if pack_length is None else loading.why_not_packed(loaded, stack)
+    because = "data.packing is off" if pack_length is None else packing.why_not_packed(loaded, stack)
     if because is None:
-        because = loading.prepare_for_packs(loaded, config, stack)
+        because = packing.prepare_for_packs(loaded, config, stack)
     if because is not None:
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)
-    dtype = loading.resolve_dtype(config, stack)
+    dtype = load_arguments.resolve_dtype(config, stack)
     kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype)
     start_up.ended("model")
     return Job(
@@ -148,7 +153,9 @@ def open_job(
     )
 
 
-def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per_device: int, dtype: Any) -> Choice:
+def choose_attention(
+    wanted: str, loaded: Model, stack: Stack, layout: Layout, per_device: int, dtype: torch.dtype
+) -> AttentionKernel:
     """The kernel for the attention of this run's packs, from the first micro-batch's documents.
 
     Raises:
@@ -169,10 +176,10 @@ def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per
         return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device, documents)
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
-    return attention.Choice(kernel=own, reason=reason, masks=True)
+    return attention.AttentionKernel(kernel=own, reason=reason, masks=True)
 
 
-def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:
+def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokenizer | None, hooks: Hooks) -> Model:
     """The model after the user's function, sharded if the configuration asks for it.
 
     Raises:
@@ -180,37 +187,37 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     """
     import torch
 
-    from finetune.engine.model import loading
+    from finetune.engine.model import load_arguments, loading
     from finetune.engine.sharding import quantized_storage, shard, unit_loading
 
-    def load(hollow: bool) -> Any:
-        loaded = loading.load(config, stack, row_length=row_length, hollow=hollow)
+    def load(without_weights: bool) -> Model:
+        loaded = loading.load(config, stack, row_length=row_length, without_weights=without_weights)
         with bootstrap.quiet_ranks():
             loaded = hooks.replace("model", loaded, tokenizer)
         check_backend(stack)
         return loaded
 
-    if not shard.wanted(config):
-        return load(hollow=False)
-    shard.check(stack.device, dtype := loading.resolve_dtype(config, stack), hooks)
-    shard.keep_compiled_code_apart()
+    if not shard.is_requested(config):
+        return load(without_weights=False)
+    shard.check(stack.device, dtype := load_arguments.resolve_dtype(config, stack), hooks)
+    shard.separate_compile_caches()
     mesh, device = shard.mesh(stack.device), stack.torch_device
-    stored = unit_loading.by_unit(config, hooks)
+    stored = unit_loading.loadable_files(config, hooks)
     everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache
     if stored is not None and everywhere:
-        loaded = load(hollow=True)
-        shard.apply(loaded, mesh, dtype, fill=lambda unit: unit_loading.fill(unit, stored, device))
+        loaded = load(without_weights=True)
+        shard.apply(loaded, mesh, dtype, fill=lambda unit: unit_loading.load_unit(unit, stored, device))
         return loaded
     me = distributed.ranks()
     turns = max(distributed.gather_objects(me.local_world_size))
-    with unit_loading.turn(me.local_rank, turns):  # each keeps its part before the next one loads
-        loaded = load(hollow=False)
+    with unit_loading.one_rank_at_a_time(me.local_rank, turns):  # each keeps its part before the next one loads
+        loaded = load(without_weights=False)
         if config.model.load_in_4bit:
             dtype = torch.float32  # packed bytes must not be cast
-            quantized_storage.prepare(loaded, device)
+            quantized_storage.store_as_float32(loaded, device)
         shard.apply(loaded, mesh, dtype)
-    quantized_storage.mark(loaded)
-    shard.base_of(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
+    quantized_storage.restore_quant_states(loaded)
+    shard.base_model(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
     return loaded
 
 
@@ -244,7 +251,7 @@ def check_ranks_agree(data: Data) -> None:
     )
 
 
-def model_size(model: Any) -> ModelSize:
+def model_size(model: Model) -> ModelSize:
     """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked, FP8 weights once."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
@@ -265,7 +272,7 @@ def model_size(model: Any) -> ModelSize:
     )
 
 
-def layouts(job: Job) -> dict[str, dict[str, Any]]:
+def layout_facts(job: Job) -> dict[str, JsonObject]:
     """The composition of the rows in each split."""
     held_out = job.eval_layout or {}
     named = held_out if isinstance(held_out, Mapping) else {"": held_out}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from finetune.redact import redact_tree
 from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import disk
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 FILE_NAME = "run.json"
 CONFIGURATION = "run.yaml"
@@ -21,15 +21,15 @@ class RunRecord:
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / FILE_NAME
-        self.content: dict[str, Any] = {}
+        self.content: JsonObject = {}
 
-    def update(self, **values: Any) -> None:
+    def update(self, **values: object) -> None:
         """Set top-level fields and write the file."""
         self.content.update(values)
         if distributed.ranks().is_main:
             write_json(self.path, redact_tree(self.content))
 
-    def try_update(self, **values: Any) -> None:
+    def try_update(self, **values: object) -> None:
         """`update`, where a disk that cannot take the file must not end the training: a warning, and the next update
         tries again."""
         try:

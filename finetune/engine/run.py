@@ -8,32 +8,42 @@ from __future__ import annotations
 import abc
 import functools
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
-from finetune.config.load import dump_yaml
-from finetune.engine import report, session
-from finetune.engine.checkpoint import restart, resume
-from finetune.engine.monitoring import invariants
-from finetune.engine.record import CONFIGURATION, RunRecord
+from finetune.engine.checkpoint import finished_runs, restart
+from finetune.engine.record import RunRecord
+from finetune.engine.session import (
+    building,
+    dashboard,
+    evaluation,
+    final_model,
+    opening,
+    out_of_memory,
+    recording,
+    report,
+    start_checks,
+)
+from finetune.engine.session.report import MicroBatch
 from finetune.errors import RunError
-from finetune.runtime import files, runlock, startup
+from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
-    from finetune.engine.checkpoint.resume import Start
+    from finetune.engine.checkpoint.resume import StartPoint
     from finetune.engine.job import Job
     from finetune.engine.monitoring.run_logger import Dashboard
-    from finetune.engine.monitoring.samples import Question, Result
-    from finetune.engine.session import Build
+    from finetune.engine.monitoring.samples import Question, SampleResult
+    from finetune.engine.session.building import BuiltTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Above:
+class UpperFloors:
     """What the story calls on the floors above: `finetune.measure.micro_batch` and `.scoring`, `finetune.review`."""
 
     micro_batch: ModuleType
@@ -51,44 +61,44 @@ class Door(abc.ABC):
         return text
 
     @abc.abstractmethod
-    def above(self) -> Above:
+    def upper_floors(self) -> UpperFloors:
         """Called once the backend has started."""
 
     @abc.abstractmethod
-    def enter(self, config: Config, record: RunRecord) -> tuple[Job, Start]:
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, StartPoint]:
         """The job and where it starts. Compares everything that must match the checkpoint, and writes nothing."""
 
-    def finished(self, job: Job, start: Start) -> dict[str, Any] | None:
+    def finished(self, job: Job, start: StartPoint) -> JsonObject | None:
         """The run.json of the run that is asked for, if it is finished already."""
-        return resume.finished(job.config, start, job.plan().digest(), session.total_steps(job))
+        return finished_runs.finished_record(job.config, start, job.plan().digest(), opening.total_steps(job))
 
     @abc.abstractmethod
-    def leave_finished(self, job: Job, start: Start, done: dict[str, Any]) -> Any:
+    def leave_finished(self, job: Job, start: StartPoint, done: JsonObject) -> object:
         """Change nothing of a finished run, whose run.json is `done`. Returns what the trainer would return."""
 
     @abc.abstractmethod
-    def take_folder(self, job: Job, start: Start) -> None:
+    def take_folder(self, job: Job, start: StartPoint) -> None:
         """Make room in the output folder."""
 
     @abc.abstractmethod
-    def trainer(self, job: Job, start: Start, pages: Dashboard) -> AbstractContextManager[Build]:
+    def trainer(self, job: Job, start: StartPoint, pages: Dashboard) -> AbstractContextManager[BuiltTrainer]:
         """The trainer with the callbacks of this run, for the time of the run."""
 
-    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> object:
         """Train to the end. Returns what the trainer returns."""
         return trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
 
     def evaluate(
-        self, job: Job, built: Build, questions: list[Question], *, trained: bool
-    ) -> tuple[dict[str, Any], Result | None]:
+        self, job: Job, built: BuiltTrainer, questions: list[Question], *, trained: bool
+    ) -> tuple[JsonObject, SampleResult | None]:
         """Scores of the model before or after training, for run.json, and its answers to `questions`."""
-        return session.evaluate(job, built, questions)
+        return evaluation.evaluate(job, built, questions)
 
     def save(self, trainer: Any, output_dir: Path) -> dict[str, str] | None:
         """Save the final model. Returns the checksum of each file by name, on rank 0; None if that is left to the
         script."""
         with interrupt.finishing():
-            return session.save_final(trainer, output_dir)
+            return final_model.save_final(trainer, output_dir)
 
     @abc.abstractmethod
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
@@ -96,59 +106,61 @@ class Door(abc.ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: whether a signal stopped it, after a checkpoint; the run.json of a run that was finished
     already; and what the trainer returned."""
 
     stopped: bool = False
-    done: dict[str, Any] | None = None
+    done: JsonObject | None = None
     output: Any = None
 
 
-def run(door: Door, config: Config, record: RunRecord) -> Outcome:
+def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
     """Train as `config` says.
 
     Raises:
         UserError, RunError: with what is wrong and what to do. run.json has the error if training had begun.
     """
     with runlock.lock(record.path.parent, functools.partial(print_line, style="yellow")):
-        job, start = door.enter(restart.continued(config), record)
+        job, start = door.enter(restart.resume_after_restart(config), record)
         if (done := door.finished(job, start)) is not None:
             report.print_finished(job.config, done, door.named)
-            return Outcome(done=done, output=door.leave_finished(job, start, done))
-        session.check_space(job.config, job.model)
-        session.check_saving(job)
-        above = door.above()
-        size = above.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+            return RunOutcome(done=done, output=door.leave_finished(job, start, done))
+        start_checks.check_space(job.config, job.model)
+        start_checks.check_saving(job)
+        upper = door.upper_floors()
+        size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
         job.batch = job.batch.divided(size.per_device)
         door.take_folder(job, start)
         report.print_introduction(job, start)
-        with session.recorded(record, job, start):
-            outcome = _recorded(door, job, record, start, size, above)
+        with recording.record_run(record, job, start):
+            outcome = _train_recorded(door, job, record, start, size, upper)
         door.close(job, record, ended=not outcome.stopped)
         return outcome
 
 
-def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, above: Above) -> Outcome:
+def _train_recorded(
+    door: Door, job: Job, record: RunRecord, start: StartPoint, size: MicroBatch, upper: UpperFloors
+) -> RunOutcome:
     """Evaluate, train, save and evaluate again."""
     from finetune.engine.monitoring import samples
 
     output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
-    pages = session.dashboard(job, record, questions, above.review)
-    with door.trainer(job, start, pages) as built, built.logger, session.out_of_memory(job):
+    pages = dashboard.dashboard_pages(job, record, questions, upper.review)
+    with door.trainer(job, start, pages) as built, built.logger, out_of_memory.explain_out_of_memory(job):
         trainer, logger = built.trainer, built.logger
-        checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
-        _begin(job, record, trainer, checkpoint, size, above)
+        checkpoint = building.prepare_resume(trainer, start, job.config.training.save_total_limit)
+        _begin(job, record, trainer, checkpoint, size, upper)
         before, answers_before = door.evaluate(job, built, questions, trained=False)
         startup.current().ended("evaluation")
         with interrupt.deferred():
             output = door.train(trainer, checkpoint, rebuild=start.rebuild)
-        _measured(job, record, built, above)
+        _record_results(job, record, built, upper)
         if built.stop.stopped:
             record.update(status="interrupted", interrupted_by=interrupt.reason())
             report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
-            return Outcome(stopped=True)
+            return RunOutcome(stopped=True)
         sums = door.save(trainer, output_dir)
         after, answers_after = door.evaluate(job, built, questions, trained=True)
         if answers_after is not None:
@@ -161,79 +173,36 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
 
     if answers_before is not None and answers_after is not None:
         console().print(samples.table(answers_before, answers_after))
-    report.print_conclusion(record.content, output_dir, above.scoring.sentence(record.content["prediction"]))
-    return Outcome(output=output)
+    report.print_conclusion(record.content, output_dir, upper.scoring.sentence(record.content["prediction"]))
+    return RunOutcome(output=output)
 
 
-def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: Any, above: Above) -> None:
-    """Note what is known once the trainer is built, and have it search for its micro-batch before the first step."""
-    from finetune.engine.sharding import shard
-
-    record.update(
-        plan=trainer.plan.digest(),
-        total_steps=trainer.total_steps,
-        resumed_from=checkpoint,
-        invariants=invariants.check(trainer),
-        sharding=shard.record(trainer.model, job.config.training.optim, trainer.weights) if trainer.sharded else None,
-        loss_normalized_by=invariants.divisor(trainer),
-        micro_batch=size.to_dict(),
-    )
+def _begin(
+    job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: MicroBatch, upper: UpperFloors
+) -> None:
+    """Check and record the trainer, and have it search for its micro-batch before the first step."""
+    recording.record_trainer(record, job, trainer, checkpoint)
+    record.update(micro_batch=size.to_dict())
     start_up = startup.current()
 
     def find_size() -> None:
-        found = above.micro_batch.search_before_first_step(job, trainer)
+        found = upper.micro_batch.search_before_first_step(job, trainer)
         job.batch = job.batch.divided(found.per_device)
         trainer.set_batch(job.batch)
         report.print_micro_batch(job, found)
         record.update(batch=vars(job.batch), micro_batch=found.to_dict())
-        write_configuration(job, record.path.parent)
+        recording.write_configuration(job, record.path.parent)
         start_up.ended("micro-batch")
 
     # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
     searches = size.searches and trainer.model_wrapped is trainer.model
     trainer.before_first_step = find_size if searches else None
     if not searches:
-        write_configuration(job, record.path.parent)
+        recording.write_configuration(job, record.path.parent)
     start_up.ended("trainer")
 
 
-_NO_ROWS = "# The rows came from a script, so this file alone does not repeat the run.\n"
-
-
-def write_configuration(job: Job, output_dir: Path) -> None:
-    """Write run.yaml: what this run did, with nothing left to choose. `finetune.train --config run.yaml` repeats it if
-    the configuration names the rows."""
-    from finetune.engine.kernels import attention, liger
-    from finetune.engine.model.loading import resolve_dtype
-
-    if not distributed.ranks().is_main:
-        return
-    config, batch = job.config, job.batch
-    training = replace(
-        config.training,
-        global_batch_size=batch.global_batch_size,
-        per_device_train_batch_size=batch.per_device,
-        gradient_accumulation_steps=None,  # follows from these, on another number of ranks too
-        master_weights=job.master_weights.kind,
-        strategy="shard" if config.training.strategy == "shard" else None,  # the launcher has the number of ranks
-        resume_from_checkpoint=False,
-        resume_with_changes=False,
-        overwrite_output_dir=False,
-    )
-    model = replace(
-        config.model,
-        backend=job.stack.backend,
-        dtype=str(resolve_dtype(config, job.stack)).removeprefix("torch."),
-        packed_attention="flash_4" if job.attention.kernel == attention.FLASH_4 else "torch",
-        layer_kernels="liger" if job.layer_kernels.kernels == liger.LIGER else "torch",
-    )
-    content = dump_yaml(replace(config, model=model, training=training))
-    rows = config.data.train_file, config.data.train, config.data.dataset_name
-    head = "" if config.demo or any(rows) else _NO_ROWS
-    files.write_text(output_dir / CONFIGURATION, head + content)
-
-
-def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
+def _record_results(job: Job, record: RunRecord, built: BuiltTrainer, upper: UpperFloors) -> None:
     """Note what training has yielded. If the disk has no room for run.json, the model is still saved afterwards.
 
     Raises:
@@ -243,13 +212,13 @@ def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
 
     trainer, logger = built.trainer, built.logger
     step, results = trainer.state.global_step, logger.results()
-    prediction = above.scoring.score(job, results)
-    above.scoring.write(logger.writer, prediction, step)
+    prediction = upper.scoring.score(job, results)
+    upper.scoring.write(logger.records.events, prediction, step)
     record.try_update(
         steps=step,
         prediction=prediction,
-        micro_batch_search=above.micro_batch.earlier_search(job),
-        attention=session.attention_computed(job, trainer),
+        micro_batch_search=upper.micro_batch.earlier_search(job),
+        attention=recording.attention_used(job, trainer),
         **results,
     )
     if logger.diverged is not None:
@@ -257,7 +226,7 @@ def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
         raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
     if built.stop.stopped:
         return
-    found, stopped_at = best.summary(trainer), built.best.stopped_at if built.best else None
+    found, stopped_at = best.best_summary(trainer), built.best.stopped_at if built.best else None
     rule = job.config.training.early_stopping
     record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
     logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from finetune.config.schema import DEFAULTS, KEYS
-from finetune.engine import preflight
+from finetune.engine.preflight import model_files
 from finetune.export.source import Source
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
@@ -37,7 +37,7 @@ def write(folder: Path, source: Source, form: str, verified: str | None) -> None
 
 def write_of_run(folder: Path, record: dict[str, Any]) -> None:
     """Write the README.md of a finished run in place of PEFT's, which is empty and names the base model by a path."""
-    adapter = read_json(folder / preflight.ADAPTER) if (folder / preflight.ADAPTER).is_file() else None
+    adapter = read_json(folder / model_files.ADAPTER) if (folder / model_files.ADAPTER).is_file() else None
     source = Source(
         given=folder,
         folder=folder,

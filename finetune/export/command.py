@@ -144,10 +144,10 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
     check_space(out, needed * (1 if tools is None else 2) + SPARE_BYTES)
     finding: JsonObject | None = None
-    from finetune.engine import preflight
-    from finetune.engine.checkpoint import checkpoints
+    from finetune.engine.checkpoint import output_folder
+    from finetune.engine.preflight import model_files
 
-    with checkpoints.no_space(_existing(out), "the export"), files.staging(out) as folder:
+    with output_folder.explain_full_disk(_existing(out), "the export"), files.staging(out) as folder:
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
@@ -172,7 +172,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         kept = merge.update_kept if merge is not None else None
         result: JsonObject = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
         if tools is not None:
-            named = preflight.folder_of(found.name)
+            named = model_files.model_folder(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
             result |= write_gguf(options, found, folder, model, tools, tokenizer, kind)
             finding = result.get("gguf_verification") or finding
@@ -211,7 +211,7 @@ def write_tokenizer(found: Source, folder: Path) -> Tokenizer:
         files.write_text(folder / "chat_template.jinja", str(read_template(str(name))))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if tokenizer_files.is_of_this_library(folder):
+        if tokenizer_files.saved_by_transformers_5(folder):
             tokenizer_files.save(tokenizer, folder, found.base)
         return tokenizer
     except (OSError, ValueError) as error:
@@ -243,7 +243,7 @@ def write_generation_config(found: Source, folder: Path, tokenizer: Tokenizer) -
     config = files.read_json(found.base / "config.json")
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         content.setdefault(name, config.get(name))
-    content = generation_config.with_ends(content, stop_tokens(found, tokenizer))
+    content = generation_config.add_end_tokens(content, stop_tokens(found, tokenizer))
     files.write_json(folder / generation_config.FILE, {k: v for k, v in content.items() if v is not None})
 
 
@@ -253,7 +253,7 @@ def stop_tokens(found: Source, tokenizer: Tokenizer) -> list[int]:
     from finetune.engine.model import generation_config
 
     turn = None if found.raw else generation_config.end_of_turn_token(tokenizer)
-    ends = [*generation_config.ends_in(found.folder), tokenizer.eos_token_id, turn]
+    ends = [*generation_config.end_tokens_in_file(found.folder), tokenizer.eos_token_id, turn]
     return [one for one in dict.fromkeys(ends) if one is not None]
 
 
@@ -264,20 +264,20 @@ def end_of_turn(found: Source, tokenizer: Tokenizer) -> int | None:
     if not found.raw and (turn := generation_config.end_of_turn_token(tokenizer)) is not None:
         return turn
     config = files.read_json(found.base / "config.json")
-    of_base = [] if found.adapter is None else generation_config.ends_in(found.base)
-    known = {tokenizer.eos_token_id, *generation_config.ids(config.get("eos_token_id")), *of_base}
-    return next((one for one in reversed(generation_config.ends_in(found.folder)) if one not in known), None)
+    of_base = [] if found.adapter is None else generation_config.end_tokens_in_file(found.base)
+    known = {tokenizer.eos_token_id, *generation_config.to_token_ids(config.get("eos_token_id")), *of_base}
+    return next((one for one in reversed(generation_config.end_tokens_in_file(found.folder)) if one not in known), None)
 
 
 def note_stop_text(found: Source, tokenizer: Tokenizer) -> None:
     """Print the text that ends a turn if no token does: no file of an export can say it."""
     from finetune.engine.model import generation_config
 
-    ending = generation_config.turn_ending(tokenizer)
+    ending = generation_config.end_of_turn_text(tokenizer)
     if (
         ending is None
         or found.model.get("chat_template") == "none"
-        or generation_config.first_added(tokenizer, ending) is not None
+        or generation_config.first_added_token(tokenizer, ending) is not None
     ):
         return
     print_line(

@@ -106,13 +106,13 @@ class Merge:
         step = self.steps[name]
         if step.path is None or self.adapter is None:
             assert step.base is not None
-            return rounding.rounded(self.weights.get(step.base), step.entry.dtype, name)
+            return rounding.round_to(self.weights.get(step.base), step.entry.dtype, name)
         base = self.weights.get(str(step.base))
         if step.part == "bias":
             exact = self.adapter.bias(base, step.path)
         else:
             exact = self.adapter.weight(base, step.path, transposed=step.transposed)
-        found = rounding.rounded(exact, step.entry.dtype, name)
+        found = rounding.round_to(exact, step.entry.dtype, name)
         if found.dtype != exact.dtype and base.shape == exact.shape:
             update = exact.sub_(base).reshape(-1)
             self._update += float(torch.dot(update, update))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.data.ledger import is_templated
-from finetune.engine import preflight, record
-from finetune.engine.checkpoint import checkpoints, resume
+from finetune.engine import record
+from finetune.engine.checkpoint import base_weights, checkpoints, output_folder
+from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.runtime import files
@@ -62,7 +63,7 @@ def find(path: Path, base: str | None = None) -> Source:
     """
     if not path.is_dir():
         raise UserError(f"There is no such folder: {path}. Give the output folder of a run, or one of its checkpoints.")
-    preflight.check_regular(path)
+    model_files.check_regular(path)
     if (path / checkpoints.MANIFEST).is_file() or path.name.startswith("checkpoint-"):
         content, settings, step = _checkpoint(path)
     else:
@@ -98,7 +99,7 @@ def _final(path: Path) -> tuple[JsonObject, JsonObject, int | None]:
             "run of `finetune train`, or one of its checkpoints."
         )
     content = _record(path)
-    weights = [name for name in checkpoints.FINAL_WEIGHTS if (path / name).is_file()]
+    weights = [name for name in output_folder.FINAL_WEIGHTS if (path / name).is_file()]
     if content.get("status") != "done" or not weights:
         complete = [str(path / one.name) for one in checkpoints.complete_checkpoints(path)]
         instead = (
@@ -126,7 +127,7 @@ def _recorded(content: JsonObject) -> dict[str, str]:
 def _damage(file: Path, checksum: str | None) -> str | None:
     if file.name != Path(file.name).name or not file.is_file():
         return "is missing"
-    if file.suffix == ".safetensors" and (why := preflight.why_damaged(file)):
+    if file.suffix == ".safetensors" and (why := model_files.why_damaged(file)):
         return f"is not a whole file ({why})"
     return "does not match its checksum in run.json" if checksum and files.checksum(file) != checksum else None
 
@@ -147,11 +148,11 @@ def _adapter(folder: Path) -> JsonObject | None:
     Raises:
         UserError: the folder holds neither, or the file is invalid.
     """
-    file = folder / preflight.ADAPTER
+    file = folder / model_files.ADAPTER
     if not file.is_file():
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"{folder} holds neither an adapter nor a model: no {preflight.ADAPTER} and no config.json."
+                f"{folder} holds neither an adapter nor a model: no {model_files.ADAPTER} and no config.json."
             )
         return None
     content, complete = None, False
@@ -181,8 +182,8 @@ def _base(
     asked = str(model.get("model_name_or_path") or own)
     candidates = [(given, None)] if given else [(asked, model.get("revision")), (own, adapter.get("revision"))]
     for name, revision in candidates:
-        folder = preflight.folder_of(name, revision) if name else None
-        if folder is not None and (folder / preflight.ADAPTER).is_file() and not (folder / "config.json").is_file():
+        folder = model_files.model_folder(name, revision) if name else None
+        if folder is not None and (folder / model_files.ADAPTER).is_file() and not (folder / "config.json").is_file():
             continue  # the run continued this adapter, whose base the new one names
         if folder is not None:
             return folder, given and asked or name, _compared(folder, name, settings, given)
@@ -199,7 +200,7 @@ def _compared(folder: Path, name: str, settings: JsonObject, given: str | None) 
     Raises:
         UserError: these are not the weights that the run was trained on.
     """
-    now = resume.base_files(folder)
+    now = base_weights.base_model_files(folder)
     notes, differing = [], []
     was_quantized = _is_quantized(settings.get("model config"))
     if was_quantized != _is_quantized(now["model config"]):  # the original of a 4-bit copy, or the other way around

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.engine import preflight
+from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
@@ -77,7 +77,7 @@ class Weights:
     def _open(self, path: Path) -> None:
         if not path.is_file():
             raise self._wrong(f"{path.name} is missing")
-        if why := preflight.why_damaged(path):
+        if why := model_files.why_damaged(path):
             raise self._wrong(f"{path.name} is damaged ({why})")
         with files.open_regular(path) as file:
             header, start = files.safetensors_header(file)

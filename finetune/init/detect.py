@@ -13,7 +13,7 @@ from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data import formats, sources
 from finetune.data.prepare import SAMPLE_ROWS
 from finetune.data.remote import is_url
-from finetune.engine import preflight
+from finetune.engine.preflight import adapter_files, config_checks
 from finetune.errors import UserError
 from finetune.measure import strategy
 from finetune.measure.rules import MEMORY_MARGIN
@@ -81,8 +81,8 @@ def model(name: str) -> Model:
     name = str(folder) if folder.is_dir() else name
     config = Config(model=ModelConfig(model_name_or_path=name))
     if folder.is_dir():
-        preflight.check_model(config)
-    found = preflight.base_folder(config)
+        config_checks.check_model(config)
+    found = adapter_files.base_folder(config)
     if found is None:
         return Model(name=name)
     template = _template(found)

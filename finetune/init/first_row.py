@@ -23,7 +23,7 @@ def show(config: Config, model: Model, rows: Rows) -> None:
         return
     from finetune.data.prepare import prepare
     from finetune.data.templates.encoder import Encoded, preview
-    from finetune.engine.model.loading import load_tokenizer
+    from finetune.engine.model.tokenizer_loading import load_tokenizer
     from finetune.runtime import bootstrap
 
     bootstrap.quiet_libraries("error")

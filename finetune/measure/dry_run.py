@@ -17,9 +17,9 @@ import torch
 
 from finetune.config import Config
 from finetune.data.templates.encoder import Encoded, preview
-from finetune.engine import session
-from finetune.engine.checkpoint import checkpoints
+from finetune.engine.checkpoint import output_folder
 from finetune.engine.job import Job
+from finetune.engine.session import out_of_memory
 from finetune.errors import RunError
 from finetune.measure import measurements, micro_batch, slices
 from finetune.measure.dry_run_report import TrialResult
@@ -42,7 +42,7 @@ from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.trainer import SFTTrainer
+    from finetune.engine.training.trainer import SFTTrainer
 
 
 def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
@@ -57,12 +57,12 @@ def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
     try:
         with logger:
             trial.memory.reset()
-            with session.out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(trial.job):
                 trainer.train()
             if len(trial.steps) <= WORST_STEPS:
                 raise RunError(_too_slow(trial))
             measured, results = trial.measure(psutil.Process().create_time()), logger.results()
-            with session.out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(trial.job):
                 if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
     except RunError as error:
@@ -232,7 +232,7 @@ def check_reload(trainer: SFTTrainer, folder: Path) -> None:
         RunError: they differ.
     """
     model = trainer.model
-    with checkpoints.no_space(folder.parent, "the trained weights"), trainer.keeping_dtypes():
+    with output_folder.explain_full_disk(folder.parent, "the trained weights"), trainer.keep_dtypes():
         trainer.save_model(str(folder))
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from finetune.config import Config
-from finetune.engine.checkpoint import checkpoints
+from finetune.engine.checkpoint import output_folder
 from finetune.measure import strategy
 from finetune.measure.slices import Sharded
 from finetune.redact import redact_arguments, redact_tree
@@ -47,10 +47,10 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
         print_line(f"  {line}")
     else:
         print_line(f"NO-GO: {outcome.reason}", style="red")
-    if held := checkpoints.existing_run(Path(config.training.output_dir)):
+    if held := output_folder.run_files(Path(config.training.output_dir)):
         training = config.training
         if outcome.go and not (training.resume_from_checkpoint or training.overwrite_output_dir):
-            print_line(f"warning: {checkpoints.holds_a_run(training.output_dir, held)}", style="yellow")
+            print_line(f"warning: {output_folder.output_taken_message(training.output_dir, held)}", style="yellow")
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, redact_tree(verdict))

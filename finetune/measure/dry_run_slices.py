@@ -34,7 +34,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     assert cut is not None
     if sizes is None:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
-    config = master_weights.decided(config, probe().memory_gib, sizes.total)
+    config = master_weights.resolve_auto(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
     fixing = fixed_batch_arguments(config.training, world, config.data)

@@ -183,7 +183,7 @@ def facts(job: Job) -> JsonObject:
     """Everything that decides the time and memory of a job's micro-batches."""
     import torch
 
-    from finetune.engine.model.loading import resolve_dtype
+    from finetune.engine.model.load_arguments import resolve_dtype
 
     config = job.config
     found = {f"model.{key}": value for key, value in asdict(config.model).items()}

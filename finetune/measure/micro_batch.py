@@ -22,7 +22,7 @@ from finetune.data.layout import Layout
 from finetune.engine.job import Job
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.optimizer import state_bytes
-from finetune.engine.session import total_steps
+from finetune.engine.session.opening import total_steps
 from finetune.measure import measurements
 from finetune.measure.measurements import micro_batch_tokens
 from finetune.measure.rules import MEMORY_MARGIN
@@ -33,7 +33,7 @@ from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.trainer import SFTTrainer
+    from finetune.engine.training.trainer import SFTTrainer
 
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
 PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
@@ -191,7 +191,7 @@ def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memor
     held, as under accumulation, the last for its speed. Gradients are freed afterwards, even if memory ran out; the
     generators of random numbers are put back."""
     rows = longest_rows(layout, per_device)
-    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
     free_gradients(trainer)
     memory.reset()
@@ -220,9 +220,7 @@ def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memor
 def free_gradients(trainer: SFTTrainer) -> None:
     """Free the gradients, and forget what passes outside of a step have left in the trainer."""
     trainer.model.zero_grad(set_to_none=True)
-    trainer.step_losses.clear()
-    trainer._step_loss = None
-    trainer._top1_and_entropy = trainer._balancing = None
+    trainer.statistics.forget()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -365,9 +363,9 @@ def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     needed = 0.0
     for parameter in trained:
-        each = state_bytes.of_number(name, parameter.element_size(), trainer.weights)
-        known = state_bytes.of_part(name, parameter.numel(), each)
-        needed += parameter.numel() * state_bytes.per_weight(name, each) if known is None else known
+        each = state_bytes.bytes_per_number(name, parameter.element_size(), trainer.weights)
+        known = state_bytes.optimizer_state_bytes(name, parameter.numel(), each)
+        needed += parameter.numel() * state_bytes.state_bytes_per_weight(name, each) if known is None else known
     views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
     buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
     return needed + buckets

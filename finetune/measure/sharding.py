@@ -100,12 +100,12 @@ def storage(config: Config) -> Storage:
     model, training = config.model, config.training
     computed = 4 if model.dtype == "float32" else 2
     each = 4 if model.full_finetuning and training.master_weights == "float32" else computed
-    state = state_bytes.of_number(training.optim, each, training.master_weights)
+    state = state_bytes.bytes_per_number(training.optim, each, training.master_weights)
     return Storage(
         layer=each,
         outside=each,
         full=model.full_finetuning,
-        state=state_bytes.per_weight(training.optim, state),
+        state=state_bytes.state_bytes_per_weight(training.optim, state),
         gathered=None if computed == each else computed,
     )
 

@@ -21,8 +21,9 @@ from finetune.data.plan import Plan
 from finetune.engine.job import Job
 from finetune.engine.monitoring.run_logger import RunLogger
 from finetune.engine.optimizer import eight_bit
-from finetune.engine.session import Build, build_trainer
-from finetune.engine.trainer import SFTTrainer, set_learning_rate
+from finetune.engine.optimizer.learning_rate import set_learning_rate
+from finetune.engine.session.building import BuiltTrainer, build_trainer
+from finetune.engine.training.trainer import SFTTrainer
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.measure.micro_batch import Memory, device_memory, longest_rows
@@ -113,7 +114,7 @@ def saved_bytes(trainer: SFTTrainer, layout: Layout, per_device: int) -> int:
     """Bytes that a forward pass on the longest rows keeps for the backward pass, without the parameters: what autograd
     saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
     rows = longest_rows(layout, per_device)
-    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
     own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
@@ -125,7 +126,9 @@ def saved_bytes(trainer: SFTTrainer, layout: Layout, per_device: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(batch), num_items_in_batch=count)
+        model = trainer.model_wrapped
+        assert model is not None  # as it is before `train`
+        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=count)
     found = sum(storage.nbytes() for storage in kept.values())
     del loss
     kept.clear()
@@ -280,7 +283,7 @@ def prepare(
     job: Job,
     folder: Path,
     memory: Memory | None = None,
-    build: Callable[[Job, Path], Build] = build_trainer,
+    build: Callable[[Job, Path], BuiltTrainer] = build_trainer,
 ) -> Trial:
     """Build the real trainer, to run on the longest rows first and then on typical ones.
 

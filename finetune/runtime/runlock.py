@@ -74,7 +74,7 @@ def lock(output_dir: Path, warn: Callable[[str], None]) -> Iterator[None]:
                 f"training.output_dir is {output_dir}, but {FILE_NAME} cannot be written there: {error.strerror}. Use "
                 "another folder."
             ) from error
-        yield  # the caller's next step, checkpoints.check_output, reports a path that is unusable
+        yield  # the caller's next step, output_folder.check_output, reports a path that is unusable
         return
     try:
         yield

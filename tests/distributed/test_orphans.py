@@ -142,8 +142,8 @@ from finetune import train
 from finetune.runtime.ranks import interrupt
 
 interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEP_FACTOR = 0.1, 1.0, 0
-from finetune.engine import session
-build = session.build_trainer
+from finetune.engine.session import building
+build = building.build_trainer
 
 
 def build_stuck(*arguments, **named):
@@ -164,7 +164,7 @@ def build_stuck(*arguments, **named):
     return built
 
 
-session.build_trainer = build_stuck
+building.build_trainer = build_stuck
 sys.exit(train.main())
 """
 
@@ -210,9 +210,9 @@ def test_a_rank_that_waits_for_a_stopped_one_ends_after_sigterm(
 FAILS_ONCE = """
 import os, sys
 from finetune import train
-from finetune.engine import session
+from finetune.engine.session import building
 
-build = session.build_trainer
+build = building.build_trainer
 
 
 def build_faulty(*arguments, **named):
@@ -229,7 +229,7 @@ def build_faulty(*arguments, **named):
     return built
 
 
-session.build_trainer = build_faulty
+building.build_trainer = build_faulty
 sys.exit(train.main())
 """
 

@@ -111,7 +111,7 @@ def test_a_wrong_loss_is_not_proven(tiny_model: Path, tiny_data: Path, tmp_path:
     [
         ("other trainer", "same trainer on all ranks"),
         ("early group", "timeout as configured"),
-        ("one device", "one device per rank: ranks 0 and 1 share cuda:0"),
+        ("one device", "ranks 0 and 1 share cuda:0"),
     ],
     ids=["other trainer", "early group", "one device"],
 )

@@ -34,8 +34,8 @@ from transformers import TrainerCallback
 from finetune.runtime.ranks import distributed
 from finetune import train
 
-from finetune.engine import session
-build, waits = session.build_trainer, []
+from finetune.engine.session import building
+build, waits = building.build_trainer, []
 
 
 class Watch(TrainerCallback):
@@ -59,7 +59,7 @@ def build_watched(*arguments, **named):
     return built
 
 
-session.build_trainer = build_watched
+building.build_trainer = build_watched
 sys.exit(train.main())
 """
 
@@ -107,7 +107,7 @@ import types
 import torch
 import torch.distributed as dist
 from finetune.runtime.ranks import distributed
-from finetune.engine.trainer import SFTTrainer
+from finetune.engine.training.ddp_buckets import DdpBuckets
 
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
@@ -116,17 +116,15 @@ layers = [torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in
 ddp = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Sequential(*layers).cuda(), device_ids=[rank], gradient_as_bucket_view=True
 )
-accelerator = types.SimpleNamespace()
-trainer = types.SimpleNamespace(accelerator=accelerator, _gradients_in_buckets=False, _first_buckets_freed=False)
+buckets = DdpBuckets()
 rows = torch.ones(16384, 4096, dtype=torch.bfloat16, device="cuda")
 for step in range(3):
     for last in (False, True):
-        accelerator.sync_gradients = last
         with contextlib.nullcontext() if last else ddp.no_sync():
             if os.environ["KEPT"] == "1":
-                SFTTrainer._keep_gradients_in_buckets(trainer, ddp)
+                buckets.before_micro_batch(ddp, reduces=last)
             ddp(rows).mean().backward()
-            SFTTrainer._free_first_buckets(trainer, ddp)
+            buckets.after_micro_batch(ddp)
     ddp.zero_grad()
 print(f"RESULT {rank} {torch.cuda.max_memory_allocated() / 2**20:.1f}\\n", end="", flush=True)
 dist.destroy_process_group()
@@ -193,7 +191,7 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
     import torch
 
     from finetune.engine.kernels import fused_lora
-    from finetune.engine.kernels.low_rank import Term
+    from finetune.engine.kernels.low_rank import LowRankTerm
 
     torch.manual_seed(0)
     dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[kind]
@@ -206,7 +204,7 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
             torch.randn(333, 2 * (rank or 1), **sizes)[:, 1 : 1 + (rank or 1)],
             torch.randn(1000, rank or 1, **sizes),
         )
-        terms.append(None if rank is None else Term(left, right.t(), 0.3))
+        terms.append(None if rank is None else LowRankTerm(left, right.t(), 0.3))
         exact.append(y.double() + (0 if rank is None else 0.3 * left.double() @ right.double().t()))
     g, u = (one.requires_grad_() for one in exact[:2])
     h = torch.nn.functional.silu(g) * u

@@ -52,6 +52,6 @@ def generator(folder: Path, **settings: Any) -> Any:
     from finetune.chat import load
     from finetune.chat.generation import GenerationSettings, Generator
 
-    found = run_artifacts.find(folder)
+    found = run_artifacts.find_trained_model(folder)
     given = {"max_new_tokens": LONGEST, "temperature": None, "greedy": True, "seed": 1, **settings}
     return Generator(load.load(found), found, GenerationSettings(**given), system=None, raw=False)

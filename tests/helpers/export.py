@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.engine.checkpoint import resume
+from finetune.engine.checkpoint import base_weights
 from finetune.export import command
 from finetune.export.adapter import Adapter
 from finetune.export.merged import Merge
@@ -80,7 +80,7 @@ def make_run(folder: Path, base: Path, **lora: Any) -> Any:
         shutil.copyfile(file, folder / file.name)
     shutil.copyfile(base / "chat_template.jinja", folder / "chat_template.jinja")
     model = {"model_name_or_path": str(base), "chat_template": None}
-    content = {"status": "done", "steps": 7, "settings": resume.base_files(base), "eval_loss_after": 1.25}
+    content = {"status": "done", "steps": 7, "settings": base_weights.base_model_files(base), "eval_loss_after": 1.25}
     content["config"] = {"model": model, "data": {"train_file": "/home/me/secret project/rows.jsonl"}}
     (folder / "run.json").write_text(json.dumps(content))
     return peft

@@ -27,11 +27,12 @@ def main() -> int:
     from finetune.data.collate import collate
     from finetune.engine.kernels import attention
     from finetune.engine.model import loading as models
+    from finetune.engine.model import packing
 
     model = models.load(config, stack, row_length=config.data.row_length)
-    reason = models.why_not_packed(model, stack)
+    reason = packing.why_not_packed(model, stack)
     assert reason is None, reason
-    models.prepare_for_packs(model, config, stack)
+    packing.prepare_for_packs(model, config, stack)
     with torch.no_grad():  # an adapter starts at zero, so only one of its halves would get a gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -56,7 +57,7 @@ def main() -> int:
         if lengths is not None and backend == "unsloth":
             inputs["packed_seq_lengths"] = lengths
         elif lengths is not None and model.config._attn_implementation == attention.PACKED:
-            inputs |= attention.arguments(lengths, stack.torch_device)
+            inputs |= attention.batch_arguments(lengths, stack.torch_device)
         model.train()
         on_gpu = torch.device(stack.device).type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):  # as the trainer calls it

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from finetune import train
-from finetune.engine import session
+from finetune.engine.session import building
 
 
 class Runs:
@@ -47,7 +47,7 @@ class Runs:
 
     def watch(self, on_step: Callable[[Any, int], None] | None = None) -> None:
         """From now on note the optimizer's settings at each step; `on_step(trainer, step)` is called after it."""
-        runs, build = self, session.build_trainer
+        runs, build = self, building.build_trainer
 
         class Watch(transformers.TrainerCallback):
             trainer: Any = None
@@ -69,7 +69,7 @@ class Runs:
             trainer.add_callback(watch)
             return built
 
-        self.monkeypatch.setattr(session, "build_trainer", build_watched)
+        self.monkeypatch.setattr(building, "build_trainer", build_watched)
 
 
 @contextlib.contextmanager

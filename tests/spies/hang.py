@@ -13,7 +13,7 @@ from typing import Any
 from finetune.runtime.ranks import distributed
 from tests.spies import train_with
 
-AT = {"stop": "training_step", "loader": "_collate", "save": "_save_optimizer_and_scheduler"}
+AT = {"stop": "training_step", "loader": "collate_rows", "save": "_save_optimizer_and_scheduler"}
 
 
 def get_stuck(trainer: Any) -> None:

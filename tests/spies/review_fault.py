@@ -17,14 +17,14 @@ STEPS = [int(step) for step in os.environ.get("FAULT_STEPS", "").split(",") if s
 
 def slow_loader(trainer: Any) -> None:
     """Collating takes SECONDS."""
-    collate = trainer._collate
+    collate = trainer.collate_rows
 
     def slow(rows: Any) -> Any:
         if trainer.model.training:
             time.sleep(SECONDS)
         return collate(rows)
 
-    trainer._collate = slow
+    trainer.collate_rows = slow
 
 
 def slow_compute(trainer: Any) -> None:

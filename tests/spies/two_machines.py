@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from finetune.engine.checkpoint import checkpoints
+from finetune.engine.checkpoint import output_folder
 from tests.spies import train_with
 
 
@@ -42,5 +42,5 @@ def kill_after_step(trainer: Any) -> None:
 
 if __name__ == "__main__":
     MACHINE = move_to_machine()
-    checkpoints.SHARED_SECONDS = 0.5  # a local disk shows a new file at once
+    output_folder.SHARED_SECONDS = 0.5  # a local disk shows a new file at once
     sys.exit(train_with(kill_after_step))

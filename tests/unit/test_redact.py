@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import ConfigError, load
-from finetune.engine import preflight
+from finetune.engine.preflight import config_checks
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
@@ -189,4 +189,4 @@ def test_the_name_of_a_model_is_shown_without_its_password(tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(UserError, match=rf"https://{re.escape(MASK)}@example.org"):
-            preflight.check_model(config)
+            config_checks.check_model(config)

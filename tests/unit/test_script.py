@@ -19,7 +19,7 @@ from finetune import script
 from finetune.config import Config, load
 from finetune.data.prepare import Data, prepare
 from finetune.engine import job
-from finetune.engine.model import loading
+from finetune.engine.model import load_checks, loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import Hooks
@@ -307,7 +307,7 @@ def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
         loaded(tiny_model, "--lora.adapter_kwargs", "{finetune_mlp_modules: false}")
     named = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", "t", "--model.loader", "FastModel"]
     with pytest.raises(UserError, match=r"model.loader is FastModel, .* the backend is transformers \(a test\)"):
-        loading.check(load(named), PLAIN)
+        load_checks.check(load(named), PLAIN)
 
 
 @pytest.mark.parametrize("chosen", ["nonsense", "flash_attention_3"])

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ from rich.text import Text
 from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
-from finetune.engine import preflight, record, session
-from finetune.engine.checkpoint import checkpoints
-from finetune.engine.model import adapter_targets
-from finetune.engine.model import loading as engine_model
+from finetune.engine import record
+from finetune.engine.checkpoint import output_folder
+from finetune.engine.model import adapter_targets, load_checks
+from finetune.engine.preflight import config_checks, hub
+from finetune.engine.session import opening
 from finetune.errors import RunError, UserError
 from finetune.runtime import command
 from finetune.runtime.bootstrap import Stack
@@ -255,19 +257,19 @@ SHAPES = [
 def test_values_that_do_not_fit_the_architecture(given: str, expected: str, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())  # without weights
     with pytest.raises(UserError) as error:
-        engine_model.check_by_config(config(*given.split(" ", 1), model=tmp_path), STACK)
+        load_checks.check_on_meta_model(config(*given.split(" ", 1), model=tmp_path), STACK)
     assert expected in str(error.value), error.value
 
 
 def test_an_adapter_that_fits_the_architecture(tiny_model: Path) -> None:
     """Also those that read the weights when they are made, which do not exist yet."""
     for value in ("{init_lora_weights: pissa}", "{init_lora_weights: orthogonal, use_dora: true}", "{lora_bias: true}"):
-        engine_model.check_by_config(config("--lora.adapter_kwargs", value, model=tiny_model), STACK)
+        load_checks.check_on_meta_model(config("--lora.adapter_kwargs", value, model=tiny_model), STACK)
 
 
 def test_attention_that_cannot_train_on_a_cpu(tiny_model: Path) -> None:
     with pytest.raises(UserError, match="flex_attention, which cannot train on a CPU"):
-        engine_model.check(config("--model.attn_implementation", "flex_attention", model=tiny_model), STACK)
+        load_checks.check(config("--model.attn_implementation", "flex_attention", model=tiny_model), STACK)
 
 
 # arguments, what is said
@@ -286,7 +288,7 @@ TARGETS = {
 def test_adapter_targets_that_match_nothing(name: str, tiny_model: Path) -> None:
     given, expected = TARGETS[name]
     with pytest.raises(UserError) as error:
-        engine_model.check_by_config(config(*given, model=tiny_model), STACK)
+        load_checks.check_on_meta_model(config(*given, model=tiny_model), STACK)
     assert all(part in str(error.value) for part in expected), error.value
 
 
@@ -342,7 +344,7 @@ def test_the_line_that_a_warning_names_covers_the_rest(
 def test_adapter_targets_that_match(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine_model.check_by_config(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), STACK)
+    load_checks.check_on_meta_model(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), STACK)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for targets in ("all-linear", r".*\.q_proj", None, ["q_proj", "fused_qkv"]):  # the last as a default would be
         adapter_targets.check(model, config(), targets, "transformers")
@@ -354,7 +356,7 @@ def test_adapter_targets_that_match(tiny_model: Path) -> None:
 def test_early_stopping_watches_the_held_out_loss() -> None:
     from transformers import EarlyStoppingCallback, TrainingArguments
 
-    from finetune.engine.session import complete_early_stopping
+    from finetune.engine.session.building import complete_early_stopping
 
     def trainer(**settings: object) -> SimpleNamespace:
         args = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **settings)  # type: ignore[arg-type]
@@ -390,7 +392,7 @@ def test_model_files_that_are_damaged(name: str, tmp_path: Path) -> None:
     file, content, expected = MODEL_FILES[name]
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=expected):
-        preflight.check_model(config(model=tmp_path))
+        config_checks.check_model(config(model=tmp_path))
 
 
 def edit(file: str, **values: object) -> Callable[[Path], object]:
@@ -480,7 +482,7 @@ def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:
 
 
 def test_model_files_that_are_whole(tiny_model: Path) -> None:
-    preflight.check_model(config(model=tiny_model))
+    config_checks.check_model(config(model=tiny_model))
 
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,15 +505,15 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
     with pytest.raises(UserError, match=r"^\S+ cannot be reached \(no such host\), and .*no-such/model.*spelling"):
-        preflight.check_model(config(model="no-such/model"))
+        config_checks.check_model(config(model="no-such/model"))
     assert len(asked) == 2
     monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
-    preflight.check_model(config(model="no-such/model"))
+    config_checks.check_model(config(model="no-such/model"))
 
     monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
     hub_rows = load(["--model.model_name_or_path", "m", "--data.dataset_name", "no-such/rows"])
     with pytest.raises(UserError, match=r"cannot be reached.*data.dataset_name is no-such/rows"):
-        preflight.check_data(hub_rows)
+        config_checks.check_data(hub_rows)
 
 
 def test_a_network_that_drops_everything_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,20 +525,20 @@ def test_a_network_that_drops_everything_costs_seconds(monkeypatch: pytest.Monke
 
     answered = threading.Event()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(preflight, "HUB_SECONDS", 0.05)
+    monkeypatch.setattr(hub, "HUB_SECONDS", 0.05)
     monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=lambda *given, **more: answered.wait(30)))
     with pytest.raises(UserError, match=r"no connection within .*no-such/model"):
-        preflight.check_model(config(model="no-such/model"))
+        config_checks.check_model(config(model="no-such/model"))
     answered.set()
 
     def drop(*given: object, **more: object) -> None:
         raise httpx.ConnectTimeout("")
 
-    monkeypatch.setattr(preflight, "HUB_SECONDS", 30.0)
-    monkeypatch.setattr(preflight.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(hub, "HUB_SECONDS", 30.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=drop))
     with pytest.raises(UserError, match=r"cannot be reached \(the connection timed out\)"):
-        preflight.check_model(config(model="no-such/model"))
+        config_checks.check_model(config(model="no-such/model"))
 
 
 def test_what_is_in_the_cache_needs_no_network(
@@ -563,7 +565,7 @@ def test_what_is_in_the_cache_needs_no_network(
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=ask))
     given = load(["--model.model_name_or_path", "org/name", "--data.dataset_name", "org/rows"])
-    for check in (preflight.check_model, preflight.check_data):
+    for check in (config_checks.check_model, config_checks.check_data):
         asked.clear()
         constants.HF_HUB_OFFLINE = False
         check(given)
@@ -574,9 +576,9 @@ def test_what_is_in_the_cache_needs_no_network(
 
 def test_a_run_asks_for_its_data_set_first(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     asked = []
-    monkeypatch.setattr(preflight, "check_data", asked.append)
+    monkeypatch.setattr(config_checks, "check_data", asked.append)
     given = load(["--model.model_name_or_path", str(tiny_model), "--data.dataset_name", "org/rows"])
-    session.check_present(given)
+    opening.check_present(given)
     assert asked == [given]
 
 
@@ -600,7 +602,7 @@ def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
     tiny.make_rows(tmp_path / "file", 1)
     for folder, expected in ((tmp_path / "link", "symbolic link"), (tmp_path / "file" / "out", "below .*, a file")):
         with pytest.raises(UserError, match=expected) as error:
-            checkpoints.check_output(folder, resuming=False, overwrite=False)
+            output_folder.check_output(folder, resuming=False, overwrite=False)
         assert not isinstance(error.value, RunError)
 
 

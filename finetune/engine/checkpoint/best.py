@@ -9,18 +9,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.config.schema import TrainingConfig
 from finetune.engine.checkpoint import checkpoints
 from finetune.errors import RunError, UserError
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 _STATE = "best_model"  # key in `stateful_callbacks` of trainer_state.json
 
 
-def set_arguments(args: Any, training: TrainingConfig) -> None:
+def set_best_model_arguments(args: TrainingArguments, training: TrainingConfig) -> None:
     """Set the fields of SFTConfig for the best model. They are set on the finished object, whose constructor would
     require save_steps to be a multiple of eval_steps: here each new best is saved when it is found."""
     args.metric_for_best_model = training.best_metric
@@ -28,7 +29,7 @@ def set_arguments(args: Any, training: TrainingConfig) -> None:
     args.load_best_model_at_end = training.load_best_model_at_end
 
 
-def callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
+def best_model_callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
     """The callback of a run that tracks its best evaluation; none for other runs.
 
     Args:
@@ -60,11 +61,13 @@ class BestModel(TrainerCallback):
         self.stopped_at: int | None = None  # step at which training ended early
         self._training = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._training = True
         kept = _callback_states(state).get(_STATE)
         same = kept is not None and _metric(args) == kept["metric"]
-        moved = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
+        moved = Path(str(args.output_dir), f"checkpoint-{state.best_global_step}")
         if same and state.best_model_checkpoint is None and moved.is_dir():
             state.best_model_checkpoint = str(moved)
         lost = same and args.load_best_model_at_end and state.best_model_checkpoint is None
@@ -78,14 +81,21 @@ class BestModel(TrainerCallback):
                 )
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.global_step >= state.max_steps and args.load_best_model_at_end:
             control.should_evaluate = True  # or a better last step would lose to an earlier one
         if control.should_evaluate and self.patience is not None and self.misses + 1 >= self.patience:
             control.should_log = True  # if training ends here, run.json still has the losses of all steps
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **kwargs: Any
+    def on_evaluate(  # type: ignore[override]
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **kwargs: object,
     ) -> None:
         name = args.metric_for_best_model
         if name not in metrics:
@@ -95,7 +105,7 @@ class BestModel(TrainerCallback):
             )
         if not self._training:
             return
-        gain = _gain(metrics[name], state.best_metric, greater=args.greater_is_better)
+        gain = _gain(metrics[name], state.best_metric, greater=bool(args.greater_is_better))
         self.misses = 0 if gain > self.threshold else self.misses + 1
         _callback_states(state)[_STATE] = {"metric": _metric(args), "misses": self.misses}
         if gain > 0 and args.load_best_model_at_end:
@@ -104,10 +114,12 @@ class BestModel(TrainerCallback):
             self.stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._training = False
 
-    def ended_at(self, args: Any, state: TrainerState, total_steps: int) -> bool:
+    def ended_at(self, args: TrainingArguments, state: TrainerState, total_steps: int) -> bool:
         """Whether a run of `total_steps` steps ends at a checkpoint with this state: it was stopped early there."""
         kept = _callback_states(state).get(_STATE)
         if kept is None or kept["metric"] != _metric(args) or state.max_steps != total_steps:
@@ -115,11 +127,11 @@ class BestModel(TrainerCallback):
         return self.patience is not None and kept["misses"] >= self.patience
 
 
-def _callback_states(state: TrainerState) -> dict[str, Any]:
+def _callback_states(state: TrainerState) -> JsonObject:
     return state.stateful_callbacks  # type: ignore[return-value]  # annotated as a list, converted to a dict on creation
 
 
-def _metric(args: Any) -> list[Any]:
+def _metric(args: TrainingArguments) -> list[object]:
     return [args.metric_for_best_model, args.greater_is_better]
 
 
@@ -132,7 +144,7 @@ def _gain(value: float, best: float | None, *, greater: bool) -> float:
     return value - best if greater else best - value
 
 
-def verify(checkpoint: Path, last: Path) -> None:
+def verify_best_checkpoint(checkpoint: Path, last: Path) -> None:
     """Compare the checksums of the best checkpoint, once per machine. Every rank calls it.
 
     Args:
@@ -150,7 +162,7 @@ def verify(checkpoint: Path, last: Path) -> None:
         )
 
 
-def summary(trainer: Any) -> dict[str, Any] | None:
+def best_summary(trainer: Any) -> JsonObject | None:
     """{step, metric, value, loaded} of the best evaluation, for run.json; None if none was tracked."""
     state, args = trainer.state, trainer.args
     if args.metric_for_best_model is None or not state.best_global_step:

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
 import re
-import shutil
-import socket
-import threading
-import time
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
-from finetune.engine.record import CONFIGURATION, FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import files
-from finetune.runtime.files import remove, remove_atomically
+from finetune.runtime.files import remove_atomically
 from finetune.runtime.files import staging as staging
-from finetune.runtime.machine import disk
-from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
 
 MANIFEST = "checkpoint.json"  # names, sizes and checksums of the checkpoint's files; written last
-FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 _NAME = re.compile(r"checkpoint-(\d+)")
-# What a killed run can leave behind. Matches only names that this package creates.
-_LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
-SHARED_SECONDS = 15.0  # for a new file to be seen on another machine; NFS remembers what it found for up to a minute
-SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ResumePoint:
     """The result of looking for a checkpoint to resume from.
 
     path:       the checkpoint, or None if there is none
@@ -44,7 +27,7 @@ class Found:
     """
 
     path: Path | None = None
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: JsonObject = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     damaged: frozenset[str] = frozenset()
 
@@ -69,7 +52,7 @@ class Retention:
     damaged: frozenset[str] = frozenset()
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint cannot be used; the message completes "it is damaged: ..."."""
 
 
@@ -87,7 +70,7 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 # --- the manifest ---------------------------------------------------------------------------------------------------
 
 
-def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
+def seal(checkpoint: Path, fields: JsonObject) -> None:
     """Write the manifest of a finished checkpoint folder: `fields` (step, plan, settings), the size of each file in
     bytes (`files`), its checksum (`xxh3_128`), and a checksum of the manifest itself (`checksum`)."""
     paths = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
@@ -97,7 +80,7 @@ def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
     files.write_json(checkpoint / MANIFEST, {**content, "checksum": files.checksum_of_json(content)})
 
 
-def manifest(checkpoint: Path) -> dict[str, Any]:
+def manifest(checkpoint: Path) -> JsonObject:
     """Read a checkpoint's manifest and check the fields that this module needs. Manifests of older versions have no
     checksums: `xxh3_128` is empty.
 
@@ -107,21 +90,21 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         content = files.read_json(checkpoint / MANIFEST)
     except FileNotFoundError:
-        raise Damaged(f"it has no {MANIFEST}") from None
+        raise DamagedCheckpoint(f"it has no {MANIFEST}") from None
     except (OSError, ValueError):
-        raise Damaged(f"its {MANIFEST} cannot be read") from None
+        raise DamagedCheckpoint(f"its {MANIFEST} cannot be read") from None
     if not isinstance(content, dict):
-        raise Damaged(f"its {MANIFEST} is not a list of files")
+        raise DamagedCheckpoint(f"its {MANIFEST} is not a list of files")
     own = content.pop("checksum", None)
     if own is not None and own != files.checksum_of_json(content):
-        raise Damaged(f"its {MANIFEST} does not match its checksum")
+        raise DamagedCheckpoint(f"its {MANIFEST} does not match its checksum")
     sizes, sums, step = content.get("files"), content.setdefault("xxh3_128", {}), content.get("step")
     if not isinstance(sizes, dict) or not sizes or not all(_is_below(name) for name in sizes):
-        raise Damaged(f"its {MANIFEST} is not a list of files")
+        raise DamagedCheckpoint(f"its {MANIFEST} is not a list of files")
     if not isinstance(sums, dict) or not (sums.keys() == sizes.keys() or own is None and not sums):
-        raise Damaged(f"its {MANIFEST} does not have a checksum of each file")
+        raise DamagedCheckpoint(f"its {MANIFEST} does not have a checksum of each file")
     if type(step) is not int or step < 0:
-        raise Damaged(f"its {MANIFEST} has no step")
+        raise DamagedCheckpoint(f"its {MANIFEST} has no step")
     return content
 
 
@@ -140,7 +123,7 @@ def damage(checkpoint: Path, *, verify: bool = False, unread: tuple[str, ...] = 
     """
     try:
         content = manifest(checkpoint)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return str(error)
     if found := files.special_entry(checkpoint):
         return f"{found}, not a regular file"
@@ -165,7 +148,7 @@ def damage(checkpoint: Path, *, verify: bool = False, unread: tuple[str, ...] = 
 # --- finding a checkpoint ---------------------------------------------------------------------------------------------
 
 
-def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
+def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> ResumePoint:
     """The checkpoint that `resume_from_checkpoint` selects: False = none, True = the newest complete one, or a path.
 
     Args:
@@ -175,7 +158,7 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
         UserError: the path does not exist, or its checkpoint is incomplete or damaged.
     """
     if resume is False:
-        return Found()
+        return ResumePoint()
     if isinstance(resume, str):
         path = Path(resume)
         wrong = f"it is damaged: {why}" if path.is_dir() and (why := damage(path, verify=verify)) else None
@@ -187,239 +170,16 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
                 f"training.resume_from_checkpoint is {resume}: {wrong}. Give a complete checkpoint (in {output_dir}: "
                 f"{', '.join(others) or 'none'}), or true for the newest one."
             )
-        return Found(path=path, manifest=manifest(path))
+        return ResumePoint(path=path, manifest=manifest(path))
     skipped: dict[str, str] = {}
     for path in reversed(checkpoints(output_dir)):
         why = damage(path, verify=verify)
         if why is None:
-            return Found(
+            return ResumePoint(
                 path=path, manifest=manifest(path), skipped=tuple(skipped.values()), damaged=frozenset(skipped)
             )
         skipped[path.name] = f"{path} is damaged ({why}); skipping it"
-    return Found(skipped=tuple(skipped.values()), damaged=frozenset(skipped))
-
-
-# --- the output folder ----------------------------------------------------------------------------------------------
-
-
-def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
-    """Check that the output folder holds no other run, is writable and has free space. Writes nothing.
-
-    Raises:
-        UserError: one of these is not so.
-    """
-    files.check_name(output_dir, "training.output_dir")
-    parent = _existing(output_dir)
-    existing = existing_run(output_dir)
-    if existing and not resuming and not overwrite:
-        raise UserError(holds_a_run(output_dir, existing))
-    for name in ("runs", "hang"):
-        if (output_dir / name).is_symlink():
-            raise UserError(
-                f"{output_dir / name} is a symbolic link, and the run would write where it points. Remove it, or give "
-                "another training.output_dir."
-            )
-    if not os.access(parent, os.W_OK):
-        raise UserError(
-            f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."
-        )
-    check_space(output_dir, SPARE_BYTES, "the run's records")
-
-
-def check_shared(output_dir: Path) -> None:
-    """If the run has several machines, check that each sees what the others write into the output folder: every rank
-    writes its part of a checkpoint there. Every rank calls it; leaves nothing behind.
-
-    Raises:
-        UserError: on every rank: a machine has no such folder, another one, or cannot write there.
-    """
-    me = distributed.ranks()
-    if not me.on_several_machines:
-        return
-    token = distributed.gather_objects(uuid.uuid4().hex)[0]
-    own = output_dir / f".finetune-{token}-{me.rank}"
-    try:
-        why = _write_token(own) if me.is_main else None
-        distributed.barrier()
-        if me.is_local_main and not me.is_main:
-            seen = _appears(output_dir / f".finetune-{token}-0")
-            why = _write_token(own) if seen else "it has another folder under that path, or none"
-        machines = distributed.gather_objects((me.is_local_main, socket.gethostname(), why))
-        if me.is_main:  # what another machine has written reaches this one
-            unseen = [
-                rank
-                for rank, (writes, _, wrong) in enumerate(machines)
-                if writes and wrong is None and not _appears(output_dir / f".finetune-{token}-{rank}")
-            ]
-        else:
-            unseen = []
-        unseen = distributed.gather_objects(unseen)[0]
-    finally:
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
-    found = [(rank, name, why) for rank, (_, name, why) in enumerate(machines) if why is not None]
-    found += [(rank, machines[rank][1], "what it writes there does not reach rank 0") for rank in unseen]
-    if found:
-        where = "; ".join(f"on {name} (rank {rank}) {why}" for rank, name, why in found)
-        raise UserError(
-            f"training.output_dir is {output_dir}, which is not on a disk that all machines share: {where}. Each rank "
-            "writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a shared "
-            "volume) that is mounted under the same path on all machines."
-        )
-
-
-def _write_token(path: Path) -> str | None:
-    """Why an empty file cannot be created; None if it was."""
-    try:
-        path.touch(exist_ok=False)
-    except OSError as error:
-        return f"it cannot be written ({error.strerror})"
-    return None
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file of another machine is there. Network file systems may take some time; reading the folders above it
-    has them look again."""
-    until = time.monotonic() + SHARED_SECONDS
-    while not path.exists():
-        for folder in (path.parent.parent, path.parent):
-            with contextlib.suppress(OSError):
-                os.listdir(folder)
-        if time.monotonic() > until:
-            return False
-        threading.Event().wait(0.2)
-    return True
-
-
-def existing_run(output_dir: Path) -> list[str]:
-    """Names of what a run has left in its output folder; empty if there is none."""
-    found = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
-    return found + [path.name for path in checkpoints(output_dir)]
-
-
-def holds_a_run(output_dir: Path | str, existing: list[str]) -> str:
-    """What is wrong with an output folder that holds another run, and what to do."""
-    return (
-        f"training.output_dir is {output_dir}, which holds another run ({', '.join(existing[:4])}). To resume it, set "
-        "training.resume_from_checkpoint: true; for a new run give another folder, or set "
-        "training.overwrite_output_dir: true to replace it."
-    )
-
-
-def _existing(output_dir: Path) -> Path:
-    """The output folder, or the nearest folder above it that exists.
-
-    Raises:
-        UserError: a file or a broken symbolic link is in the way.
-    """
-    for path in (output_dir, *output_dir.absolute().parents):
-        if path.is_dir():
-            return path
-        if path.is_symlink() and not path.exists():
-            raise UserError(
-                f"training.output_dir is {output_dir}: {path} is a symbolic link to {os.readlink(path)}, which does "
-                "not exist. Create that folder, or give another one."
-            )
-        if path.exists():
-            where = "which is a file" if path == output_dir else f"which is below {path}, a file"
-            raise UserError(f"training.output_dir is {output_dir}, {where}. Give a folder.")
-    raise UserError(f"training.output_dir is {output_dir}: no folder above it exists. Give another folder.")
-
-
-def clear(output_dir: Path) -> None:
-    """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
-    for path in checkpoints(output_dir):
-        remove_atomically(path)
-    for path in _records_and_final_files(output_dir):
-        if not path.is_symlink():
-            remove(path)
-
-
-def set_aside(output_dir: Path) -> Path | None:
-    """Move an earlier run's checkpoints, records and final files to `earlier-run-N`. Every rank calls it. Returns that
-    folder; None if there is nothing to move."""
-    moved: Path | None = None
-    if distributed.ranks().is_main:
-        found = [path for path in (*checkpoints(output_dir), *_records_and_final_files(output_dir)) if path.exists()]
-        if found:
-            numbers = (number for number in itertools.count(1) if not (output_dir / f"earlier-run-{number}").exists())
-            moved = output_dir / f"earlier-run-{next(numbers)}"
-            moved.mkdir()
-            for path in found:
-                path.rename(moved / path.name)
-            files.sync_folder(output_dir)
-    return distributed.gather_objects(moved)[0]
-
-
-def _records_and_final_files(output_dir: Path) -> list[Path]:
-    names = ("runs", "hang", FILE_NAME, CONFIGURATION, "adapter_config.json", *FINAL_WEIGHTS)
-    return [*output_dir.glob("model-*-of-*.safetensors"), *(output_dir / name for name in names)]
-
-
-def remove_leftovers(output_dir: Path) -> None:
-    """Remove partial files of killed runs. Only for the run that owns the folder: the partial files of a live run
-    look the same."""
-    if output_dir.is_dir():
-        for path in list(output_dir.iterdir()):
-            if _LEFTOVER.fullmatch(path.name):
-                remove(path)
-
-
-def take_over(output_dir: Path, *, overwrite: bool) -> None:
-    """Remove partial files of earlier runs and, with `overwrite`, all their files. Every rank calls it."""
-    if distributed.ranks().is_main:
-        remove_leftovers(output_dir)
-        if overwrite:
-            clear(output_dir)
-    distributed.barrier()
-
-
-def check_space(output_dir: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(files.nearest_existing(output_dir)).free
-    if free < needed:
-        raise UserError(
-            f"training.output_dir is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "
-            f"{needed / 2**20:,.0f} MiB. Free some space or give a folder on another disk."
-        )
-
-
-def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
-    """`disk.disk_errors`, which then names the newest complete checkpoint."""
-    return disk.disk_errors(
-        output_dir, what, lambda: next((path.name for path in reversed(complete_checkpoints(output_dir))), None)
-    )
-
-
-# --- the final model, and old checkpoints ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def final_files(output_dir: Path, *, main: bool = True) -> Iterator[Path]:
-    """A temporary folder for the final model. If the block succeeds, its files are synced and moved into `output_dir`,
-    weights first, so that a reader who sees the config finds the weights. Otherwise they are removed.
-
-    Args:
-        main: False on ranks that only add files to the folder.
-    """
-    folder = output_dir / ".final.partial"
-    if not main:
-        with activity.during("saving"):
-            yield folder
-        return
-    remove(folder)
-    folder.mkdir(parents=True)
-    try:
-        with activity.during("saving"):
-            yield folder
-            files.sync_tree(folder)
-        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
-            if path.is_dir():  # such as further chat templates
-                remove(output_dir / path.name)
-            os.replace(path, output_dir / path.name)
-        files.sync_folder(output_dir)
-    finally:
-        remove(folder)
+    return ResumePoint(skipped=tuple(skipped.values()), damaged=frozenset(skipped))
 
 
 def rotate(output_dir: Path, retention: Retention, *newest: str) -> None:

@@ -13,7 +13,7 @@ from finetune.runtime.command import print_line
 from finetune.runtime.ranks import distributed, launcher
 
 
-def continued(config: Config) -> Config:
+def resume_after_restart(config: Config) -> Config:
     """The configuration of this attempt. If the launcher has restarted the ranks after a failure, the run resumes from
     the newest complete checkpoint of this launch and overwrites nothing.
 
@@ -22,7 +22,7 @@ def continued(config: Config) -> Config:
     """
     training = config.training
     output_dir = Path(training.output_dir)
-    launches = _launches_of(output_dir)
+    launches = _recorded_launches(output_dir)
     if not _may_be_restart() or launcher.launch_id() not in launches:
         return config
     own = [
@@ -47,7 +47,7 @@ def _may_be_restart() -> bool:
     return launcher.restarts() > 0 or (first and distributed.ranks().on_several_machines)
 
 
-def _launches_of(output_dir: Path) -> set[str]:
+def _recorded_launches(output_dir: Path) -> set[str]:
     """Ids of the launchers, one on each machine, of the launch that wrote the folder's run.json."""
     try:
         content = files.read_json(output_dir / FILE_NAME)

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.ledger import is_templated
-from finetune.engine import preflight
 from finetune.engine.checkpoint import checkpoints
+from finetune.engine.preflight import model_files
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,7 +21,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedModel:
     """An adapter or a full model that can be loaded.
 
     given:    as the user wrote it
@@ -32,8 +33,8 @@ class Trained:
 
     given: Path
     folder: Path
-    adapter: dict[str, Any] | None
-    record: dict[str, Any] = field(default_factory=dict)
+    adapter: JsonObject | None
+    record: JsonObject = field(default_factory=dict)
     note: str | None = None
 
     def setting(self, name: str, kind: type) -> Any:
@@ -78,13 +79,13 @@ class Trained:
 
     @property
     def base_digest(self) -> str | None:
-        """`resume.weights_digest` of the base model that the adapter was trained on, if it was recorded."""
+        """`base_weights.weights_digest` of the base model that the adapter was trained on, if it was recorded."""
         settings = self.record.get("settings")
         found = settings.get("base weights") if isinstance(settings, dict) else None
         return found if isinstance(found, str) else None
 
 
-def find(given: Path) -> Trained:
+def find_trained_model(given: Path) -> TrainedModel:
     """What to load for a run's output folder, one of its checkpoints, or a folder that `save_model` or
     `save_pretrained` wrote. Checkpoints are verified by their checksums; nothing else is read than JSON and headers.
 
@@ -109,11 +110,11 @@ def find(given: Path) -> Trained:
             note = f"{given}: {why}, so its newest complete checkpoint is used: {newest.name}."
             return _checkpoint(given, newest, record, note)
     if _weights(given) is None:
-        raise _nothing(given, record)
-    return _checked(Trained(given=given, folder=given, adapter=_adapter(given), record=record))
+        raise _nothing_trained_error(given, record)
+    return _verified_weights(TrainedModel(given=given, folder=given, adapter=_adapter(given), record=record))
 
 
-def _checkpoint(given: Path, folder: Path, record: dict[str, Any], note: str | None = None) -> Trained:
+def _checkpoint(given: Path, folder: Path, record: JsonObject, note: str | None = None) -> TrainedModel:
     if why := checkpoints.damage(folder, verify=True, unread=_OF_THE_OPTIMIZER):
         others = [one.name for one in checkpoints.complete_checkpoints(folder.parent) if one != folder]
         raise UserError(
@@ -121,11 +122,13 @@ def _checkpoint(given: Path, folder: Path, record: dict[str, Any], note: str | N
             f"{', '.join(others) or 'none'}), or the output folder of the run."
         )
     if _weights(folder) is None:
-        raise _nothing(folder, record)
-    return _checked(Trained(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note))
+        raise _nothing_trained_error(folder, record)
+    return _verified_weights(
+        TrainedModel(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note)
+    )
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> JsonObject:
     """The run.json in a folder; empty if there is none.
 
     Raises:
@@ -145,7 +148,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _weights(folder: Path) -> list[Path] | None:
     """The files of an adapter's or a model's weights; None if the folder has none with a configuration."""
-    if (folder / preflight.ADAPTER).is_file():
+    if (folder / model_files.ADAPTER).is_file():
         file = folder / _ADAPTER_WEIGHTS
         return [file] if file.is_file() else None
     if not (folder / "config.json").is_file():
@@ -159,11 +162,11 @@ def _weights(folder: Path) -> list[Path] | None:
         return None
 
 
-def _status(record: dict[str, Any]) -> str:
+def _status(record: JsonObject) -> str:
     return str(record.get("status", "not recorded"))[:20]
 
 
-def _nothing(folder: Path, record: dict[str, Any]) -> UserError:
+def _nothing_trained_error(folder: Path, record: JsonObject) -> UserError:
     if record:
         return UserError(
             f"nothing is saved in {folder}: the run is {_status(record)}, without a final model or a complete "
@@ -175,30 +178,30 @@ def _nothing(folder: Path, record: dict[str, Any]) -> UserError:
     )
 
 
-def _checked(found: Trained) -> Trained:
+def _verified_weights(found: TrainedModel) -> TrainedModel:
     """Check the sizes of the weights' files against their headers.
 
     Raises:
         UserError: one of them is missing or damaged, or not a regular file.
     """
-    preflight.check_regular(found.folder)
+    model_files.check_regular(found.folder)
     for file in _weights(found.folder) or []:
-        why = preflight.why_damaged(file) if file.is_file() else "it is missing"
+        why = model_files.why_damaged(file) if file.is_file() else "it is missing"
         if why:
             raise UserError(f"{file} is damaged: {why}. Copy it again, or give another checkpoint of the run.")
     return found
 
 
-def _adapter(folder: Path) -> dict[str, Any] | None:
+def _adapter(folder: Path) -> JsonObject | None:
     """The adapter's configuration; None for a full model.
 
     Raises:
         UserError: it is damaged, or not one that PEFT can read.
     """
-    path = folder / preflight.ADAPTER
+    path = folder / model_files.ADAPTER
     if not path.is_file():
         return None
-    found = preflight.read_object(path)
+    found = model_files.read_object(path)
     if not isinstance(found.get("peft_type"), str):
         raise UserError(f"{path} is not an adapter's configuration: it has no peft_type. Copy the folder again.")
     return found

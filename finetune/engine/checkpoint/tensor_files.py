@@ -22,6 +22,7 @@ from finetune.engine.optimizer import eight_bit, rounding
 from finetune.errors import RunError
 from finetune.runtime import files
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject
 
 FILE_BYTES = 2 * 2**30  # of one file, unless a single tensor is larger: what a rank keeps on its host while it writes
 ONE_FILE_BYTES = 256 * 2**20  # below this, more files than needed would only be clutter
@@ -50,7 +51,7 @@ def write(
     me = distributed.ranks()
     dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
-    planned = plan(sizes, file_bytes or _file_bytes(sizes, me.world_size))
+    planned = plan_files(sizes, file_bytes or _file_bytes(sizes, me.world_size))
     names = _file_names(stem, len(planned))
     for first in range(0, len(planned), me.world_size):  # one file per rank at a time
         wave = planned[first : first + me.world_size]
@@ -60,7 +61,7 @@ def write(
                 tensor = tensors[key].detach()
                 tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if writer == me.rank:
-                    kept[key] = rounding.rounded(tensor.to("cpu"), dtypes[key], key).contiguous()
+                    kept[key] = rounding.round_to(tensor.to("cpu"), dtypes[key], key).contiguous()
                 del tensor
         if kept:
             path = folder / names[first + me.rank]
@@ -75,7 +76,7 @@ def write(
     distributed.barrier()
 
 
-def plan(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+def plan_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     """The names in each file, in order; at least one file, and no file above `file_bytes` with more than one tensor.
 
     Args:
@@ -107,10 +108,10 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # wraps the operating system's error in a text
-        raise _unwrapped(error, path) from error
+        raise _to_os_error(error, path) from error
 
 
-def _unwrapped(error: SafetensorError, path: Path) -> Exception:
+def _to_os_error(error: SafetensorError, path: Path) -> Exception:
     """The operating system's error if the disk is full, which the command reports with what to do."""
     if "os error 28" in str(error) or "No space left" in str(error):
         return OSError(28, "No space left on device", str(path))
@@ -130,7 +131,7 @@ class TensorFiles:
             ValueError: the index is not valid.
         """
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._open: JsonObject = {}
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if single.is_file():
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
@@ -158,26 +159,26 @@ class TensorFiles:
         """The shape of a tensor, from the header alone."""
         return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
 
-    def whole(self, key: str) -> torch.Tensor:
+    def read_full(self, key: str) -> torch.Tensor:
         """A tensor, on the host."""
         return self._file(self._file_of[key]).get_tensor(key)
 
-    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor, on the host; nothing else is read."""
         return self._file(self._file_of[key]).get_slice(key)[start:stop]
 
-    def like(self, key: str, target: torch.Tensor) -> torch.Tensor:
+    def read_like(self, key: str, target: torch.Tensor) -> torch.Tensor:
         """The tensor, or of a sharded `target` this rank's part, on the host."""
-        span = rows_of(target)
-        return self.whole(key) if span is None else self.rows(key, *span)
+        span = local_rows(target)
+        return self.read_full(key) if span is None else self.read_rows(key, *span)
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     """Whether a file name from an index stays in its folder."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First row of this rank's part and the row after its last; None for a tensor that is whole.
 
     Raises:
@@ -193,18 +194,18 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy what `TensorFiles.like` has read into a parameter, without touching its gradient."""
+    """Copy what `TensorFiles.read_like` has read into a parameter, without touching its gradient."""
     with torch.no_grad():
         (target.to_local() if isinstance(target, DTensor) else target).copy_(source)
 
 
-def part_of(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor on the host, split and placed as `like`, in its own type."""
-    span = rows_of(like)
-    return source if span is None else as_part(source[span[0] : span[1]], like)
+    span = local_rows(like)
+    return source if span is None else to_dtensor(source[span[0] : span[1]], like)
 
 
-def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def to_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part as a DTensor that is split as `like`; a whole tensor as it is."""
     if not isinstance(like, DTensor):
         return local
@@ -219,7 +220,7 @@ def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 OPTIMIZER = "optimizer"  # stem of the tensors' files; the rest is in optimizer.json
 
 
-def write_optimizer(folder: Path, optimizer: Any) -> None:
+def write_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Write the state of an optimizer: tensors with `write`, everything else as JSON. Every rank calls it."""
     state, in_codes = optimizer.state_dict(), eight_bit.is_used(optimizer)
     tensors, plain = {}, {}
@@ -246,7 +247,7 @@ def has_optimizer(folder: Path) -> bool:
     return (folder / f"{OPTIMIZER}.json").is_file()
 
 
-def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> dict[str, Any]:
+def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> JsonObject:
     """What `write_optimizer` wrote, as an optimizer of these parameters loads it: parts of sharded ones, whole tensors
     of others.
 
@@ -258,21 +259,21 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     """
     content = files.read_json(folder / f"{OPTIMIZER}.json")
     stored = TensorFiles(folder, OPTIMIZER)
-    state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in content["state"].items()}
+    state: dict[int, JsonObject] = {int(index): dict(values) for index, values in content["state"].items()}
     for key in stored.keys():
         if eight_bit.is_scales(key):  # read with their codes
             continue
-        in_8_bits = eight_bit.key_of_codes(key)
+        in_8_bits = eight_bit.codes_state_key(key)
         number, _, name = (in_8_bits or key).partition(".")
         index, shape = int(number), stored.shape(key)
         if not shape:  # the count of steps
-            value = stored.whole(key)
+            value = stored.read_full(key)
         elif shape == tuple(parameters[index].shape):
-            part = stored.like(key, parameters[index])
+            part = stored.read_like(key, parameters[index])
             if in_8_bits is not None:
-                scales = stored.like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
-                part = eight_bit.of_codes(part, scales, name)
-            value = as_part(eight_bit.encoded(part, name) if in_codes else part, parameters[index])
+                scales = stored.read_like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
+                part = eight_bit.from_codes(part, scales, name)
+            value = to_dtensor(eight_bit.encode(part, name) if in_codes else part, parameters[index])
         else:
             raise ValueError(f"{key} has shape {list(shape)}, its parameter {list(parameters[index].shape)}")
         state.setdefault(index, {})[name] = value
@@ -285,9 +286,7 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     return {"state": state, "param_groups": groups}
 
 
-def split_optimizer(
-    state: dict[str, Any], parameters: Sequence[torch.Tensor], *, in_codes: bool = False
-) -> dict[str, Any]:
+def split_optimizer(state: JsonObject, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> JsonObject:
     """An optimizer's state with whole tensors, as an optimizer of sharded parameters loads it.
 
     Args:
@@ -296,10 +295,10 @@ def split_optimizer(
 
     def part(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if not in_codes:
-            return part_of(value, like)
-        span = rows_of(like)
-        own = value if span is None else eight_bit.rows_of(value, *span)
-        return as_part(eight_bit.encoded(own, name), like)
+            return shard_like(value, like)
+        span = local_rows(like)
+        own = value if span is None else eight_bit.slice_rows(value, *span)
+        return to_dtensor(eight_bit.encode(own, name), like)
 
     split = {
         index: {

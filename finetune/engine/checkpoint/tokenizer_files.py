@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.engine import preflight
+from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject, Tokenizer
 
 NAMES = re.compile(
     r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
@@ -24,12 +25,12 @@ NAMES = re.compile(
 )
 VARIANTS = "additional_chat_templates"  # a folder of further chat templates
 CONFIG, TOKENIZER, SPECIAL = "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"
-LOCAL = ("is_local", "local_files_only", "backend")  # of the machine and library that loaded the tokenizer
-OF_TRAINING = ("padding_side", "truncation_side")  # set for a run's own batches
+LOCAL_KEYS = ("is_local", "local_files_only", "backend")  # of the machine and library that loaded the tokenizer
+TRAINING_KEYS = ("padding_side", "truncation_side")  # set for a run's own batches
 Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
 
 
-def save(tokenizer: Any, folder: Path, origin: Path | None = None) -> None:
+def save(tokenizer: Tokenizer, folder: Path, origin: Path | None = None) -> None:
     """Write the tokenizer's files.
 
     Args:
@@ -38,8 +39,8 @@ def save(tokenizer: Any, folder: Path, origin: Path | None = None) -> None:
     Raises:
         UserError: it has something that cannot be saved, such as a chat template that is not text.
     """
-    found = origin or _origin(tokenizer)
-    for name, content in _contents(tokenizer, found).items():
+    found = origin or _base_folder(tokenizer)
+    for name, content in _files_to_write(tokenizer, found).items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_bytes(folder / name, content)
 
@@ -51,27 +52,27 @@ def copy(source: Path, folder: Path) -> None:
         files.write_bytes(folder / name, content)
 
 
-def is_of_this_library(folder: Path) -> bool:
+def saved_by_transformers_5(folder: Path) -> bool:
     """Whether the tokenizer in a folder was saved by transformers 5 on its own, as earlier versions of this project had
     it done."""
-    return any(key in _json(read(folder).get(CONFIG)) for key in LOCAL)
+    return any(key in _json(read(folder).get(CONFIG)) for key in LOCAL_KEYS)
 
 
-def _origin(tokenizer: Any) -> Path | None:
+def _base_folder(tokenizer: Tokenizer) -> Path | None:
     name = str(getattr(tokenizer, "name_or_path", "") or "")
-    return preflight.folder_of(name) if name else None
+    return model_files.model_folder(name) if name else None
 
 
-def _contents(tokenizer: Any, origin: Path | None) -> Files:
-    own = _saved(tokenizer)
-    base = None if origin is None else _saved_from(type(tokenizer), origin.resolve())
+def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
+    own = _save_pretrained(tokenizer)
+    base = None if origin is None else _save_pretrained_from(type(tokenizer), origin.resolve())
     raw = {} if origin is None else read(origin)
     config, before = _json(own.get(CONFIG)), _json((base or {}).get(CONFIG))
     if base is None or CONFIG not in raw or TOKENIZER not in raw or TOKENIZER not in own:
-        return own | {CONFIG: _bytes(_portable(config))}
+        return own | {CONFIG: _bytes(_for_transformers_4(config))}
     same_tokens = _tokens(own) == _tokens(base)
     same_template = _templates(own) == _templates(base)
-    names = {*config, *before} - {*LOCAL, *OF_TRAINING, "chat_template"}
+    names = {*config, *before} - {*LOCAL_KEYS, *TRAINING_KEYS, "chat_template"}
     changed = {name: config.get(name) for name in names if config.get(name) != before.get(name)}
     kept = raw
     if not same_tokens:  # other files of the base have its vocabulary
@@ -86,7 +87,7 @@ def _contents(tokenizer: Any, origin: Path | None) -> Files:
         content = {key: value for key, value in _json(kept[CONFIG]).items() if changed.get(key, value) is not None}
         if not same_template:
             content.pop("chat_template", None)
-        new = {key: value for key, value in _portable(changed).items() if value is not None}
+        new = {key: value for key, value in _for_transformers_4(changed).items() if value is not None}
         kept = kept | {CONFIG: _bytes(content | new)}
         if SPECIAL in kept:
             tokens = {key: value for key, value in new.items() if key in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
@@ -94,7 +95,7 @@ def _contents(tokenizer: Any, origin: Path | None) -> Files:
     return {name: content for name, content in own.items() if name.endswith(".py")} | kept
 
 
-def _saved(tokenizer: Any) -> Files:
+def _save_pretrained(tokenizer: Tokenizer) -> Files:
     """What `save_pretrained` writes.
 
     Raises:
@@ -112,14 +113,14 @@ def _saved(tokenizer: Any) -> Files:
 
 
 @functools.lru_cache(maxsize=2)
-def _saved_from(kind: type, origin: Path) -> Files | None:
+def _save_pretrained_from(kind: type, origin: Path) -> Files | None:
     """What `save_pretrained` writes of the tokenizer in a folder as it is; None if that cannot be loaded."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what it warns of, it has warned of before
     try:
-        return _saved(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
+        return _save_pretrained(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
     except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
         return None
     finally:
@@ -138,7 +139,7 @@ def read(folder: Path) -> Files:
     return {name: files.read_bytes(path) for name, path in found.items()}
 
 
-def _tokens(found: Files) -> Any:
+def _tokens(found: Files) -> JsonObject:
     """tokenizer.json without the padding and truncation that a call leaves in it."""
     content = _json(found.get(TOKENIZER))
     return {key: value for key, value in content.items() if key not in ("padding", "truncation")}
@@ -148,18 +149,18 @@ def _templates(found: Files) -> Files:
     return {name: content for name, content in found.items() if name.startswith(("chat_template", f"{VARIANTS}/"))}
 
 
-def _json(content: bytes | None) -> dict[str, Any]:
+def _json(content: bytes | None) -> JsonObject:
     found = json.loads(content) if content else {}
     return found if isinstance(found, dict) else {}
 
 
-def _bytes(content: Mapping[str, Any]) -> bytes:
+def _bytes(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+def _for_transformers_4(config: Mapping[str, Any]) -> JsonObject:
     """Values of transformers 5 in terms that version 4 reads as well."""
-    found = {key: value for key, value in config.items() if key not in LOCAL}
+    found = {key: value for key, value in config.items() if key not in LOCAL_KEYS}
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(found.get("extra_special_tokens"), list):

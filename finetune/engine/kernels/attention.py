@@ -12,6 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 
 PACKED = "finetune_packed"  # name among transformers' attention functions
 FLASH_2 = "FlashAttention-2 (torch)"
@@ -24,7 +25,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AttentionKernel:
     """The kernel of a run, as run.json has it."""
 
     kernel: str
@@ -34,13 +35,13 @@ class Choice:
     difference: float | None = None  # of FlashAttention-4 from torch: the largest of output and gradients, in norm
     masks: bool = False  # whether the rows attend through a mask
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The choice as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class AttentionShapes:
     """What the time of attention depends on."""
 
     heads: int
@@ -50,11 +51,11 @@ class Shapes:
     dtype: torch.dtype
 
 
-def shapes(model: Any, lengths: Sequence[int], dtype: torch.dtype) -> Shapes:
+def shapes(model: Model, lengths: Sequence[int], dtype: torch.dtype) -> AttentionShapes:
     """The shapes of a model's attention over documents of these lengths."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    return Shapes(
+    return AttentionShapes(
         heads=heads,
         key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -66,7 +67,9 @@ def shapes(model: Any, lengths: Sequence[int], dtype: torch.dtype) -> Shapes:
 # --- choosing a kernel ------------------------------------------------------------------------------------------------
 
 
-def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: Sequence[int] = ()) -> Choice:
+def choose(
+    wanted: str, shapes: AttentionShapes, device: torch.device | str, documents: Sequence[int] = ()
+) -> AttentionKernel:
     """Compare the kernels at these shapes and use the faster one from now on; the same one on all ranks.
 
     Args:
@@ -78,11 +81,11 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: S
     """
     flash.set_enabled(False)
     if wanted == "torch":
-        return Choice(kernel=FLASH_2, reason="set by model.packed_attention")
+        return AttentionKernel(kernel=FLASH_2, reason="set by model.packed_attention")
     refusal = flash.why_unusable() or (None if flash.is_switch_installed() else "Unsloth was imported before it")
     if refusal is None and shapes.dtype not in (torch.bfloat16, torch.float16):
         refusal = f"it computes in 16 bits, and the model in {str(shapes.dtype).removeprefix('torch.')}"
-    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents, wanted)
+    found = AttentionKernel(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents, wanted)
     agreed = distributed.sum_over_ranks([float(found.kernel == FLASH_4), float(found.difference is None)])
     ranks = distributed.ranks().world_size
     if wanted == "flash_4" and found.difference is None:
@@ -97,7 +100,7 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: S
     return found
 
 
-def computed(choice: Choice) -> Choice:
+def kernel_used(choice: AttentionKernel) -> AttentionKernel:
     """The choice after a step. The layers of a model, or libraries that change them, may not call the function that
     switches kernels."""
     if choice.kernel != FLASH_4 or flash.has_run():
@@ -106,7 +109,9 @@ def computed(choice: Choice) -> Choice:
     return replace(choice, kernel=OTHER, reason=reason)
 
 
-def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int] = (), wanted: str = "auto") -> Choice:
+def compare(
+    shapes: AttentionShapes, device: torch.device | str, documents: Sequence[int] = (), wanted: str = "auto"
+) -> AttentionKernel:
     """Time both kernels and compare what they compute. Whatever FlashAttention-4 raises is a reason not to use it.
 
     If it is going to be used, what it compiles for another number of `documents` is compiled now, not in the middle of
@@ -115,27 +120,27 @@ def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int]
     from torch.nn.attention.varlen import varlen_attn
 
     try:
-        theirs, torchs_ms = measured(varlen_attn, shapes, device)
+        theirs, torchs_ms = measure(varlen_attn, shapes, device)
         flash.set_enabled(True)
         try:
-            ours, flash_ms = measured(varlen_attn, shapes, device)
+            ours, flash_ms = measure(varlen_attn, shapes, device)
             if wanted == "flash_4" or flash_ms < FASTER * torchs_ms:
                 for count in documents:
                     if (count > flash.MANY_DOCUMENTS) != (len(shapes.lengths) > flash.MANY_DOCUMENTS):
-                        measured(varlen_attn, replace(shapes, lengths=(8,) * count), device)
+                        measure(varlen_attn, replace(shapes, lengths=(8,) * count), device)
         finally:
             flash.set_enabled(False)
     except Exception as error:  # compilers and kernels raise many types
-        return Choice(kernel=FLASH_2, reason=f"{FLASH_4} failed: {type(error).__name__}: {str(error)[:200]}")
+        return AttentionKernel(kernel=FLASH_2, reason=f"{FLASH_4} failed: {type(error).__name__}: {str(error)[:200]}")
     each = torch.tensor([difference(one, other) for one, other in zip(ours, theirs, strict=True)])
     apart = float(each.max())  # NaN if one is
     milliseconds = {FLASH_2: torchs_ms, FLASH_4: flash_ms}
     if not apart <= LARGEST_DIFFERENCE:
         reason = f"{FLASH_4} differs by {apart:.2%} from torch, more than {LARGEST_DIFFERENCE:.0%}"
-        return Choice(kernel=FLASH_2, reason=reason, milliseconds=milliseconds, difference=apart)
+        return AttentionKernel(kernel=FLASH_2, reason=reason, milliseconds=milliseconds, difference=apart)
     faster = flash_ms < FASTER * torchs_ms
     times = f"{flash_ms:.2f} ms per layer, torch's {torchs_ms:.2f} ms"
-    return Choice(
+    return AttentionKernel(
         kernel=FLASH_4 if faster else FLASH_2,
         reason=f"{FLASH_4} takes {times}, at this run's first micro-batch",
         milliseconds=milliseconds,
@@ -143,8 +148,8 @@ def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int]
     )
 
 
-def measured(
-    attention: Callable[..., Any], shapes: Shapes, device: torch.device | str
+def measure(
+    attention: Callable[..., Any], shapes: AttentionShapes, device: torch.device | str
 ) -> tuple[list[torch.Tensor], float]:
     """Output and gradients of query, key and value for the same random input, and milliseconds, the median of REPEATS.
 
@@ -164,13 +169,15 @@ def measured(
 
     def once() -> list[torch.Tensor]:
         output = attention(
-            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **grouped(attention)
+            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **gqa_argument(attention)
         )
         return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
 
     results = once()
     with torch.no_grad():  # as in evaluation and with checkpointing; FlashAttention-4 compiles another kernel
-        attention(query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **grouped(attention))
+        attention(
+            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **gqa_argument(attention)
+        )
     times = []
     for _ in range(REPEATS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -190,11 +197,11 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 # --- transformers' own layers -----------------------------------------------------------------------------------------
 
 
-def use_for_packs(model: Any, dtype: torch.dtype) -> bool:
+def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
     mask of [tokens, tokens] and computes all of it. True if the model now does.
 
-    Batches then need `arguments`; without them it computes as before.
+    Batches then need `batch_arguments`; without them it computes as before.
 
     Args:
         dtype: that the run computes attention in. With quantized weights the model's own parameters are float32, and
@@ -251,17 +258,17 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    dtype = dtype_of_kernel(value)
+    dtype = kernel_dtype(value)
     rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
     longest = further["max_length_q"]
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
-    options: dict[str, Any] = {"scale": scaling, "window_size": window} | grouped(varlen_attn)
+    options: JsonObject = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
     autocast = torch.is_autocast_enabled(value.device.type)
     return (output if autocast else output.to(value.dtype))[None], None
 
 
-def dtype_of_kernel(value: torch.Tensor) -> torch.dtype:
+def kernel_dtype(value: torch.Tensor) -> torch.dtype:
     """What the kernel computes in. Autocast casts the inputs of SDPA, but not those of this kernel. Outside of it, a
     QLoRA may have float32, which the kernel does not take on a GPU."""
     kind = value.device.type
@@ -270,7 +277,7 @@ def dtype_of_kernel(value: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if kind == "cuda" and value.dtype == torch.float32 else value.dtype
 
 
-def arguments(lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def batch_arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
     """What a packed batch has to carry for `packed_attention`, by the names of transformers' FlashAttentionKwargs.
 
     The attention mask is a placeholder of four dimensions, which transformers takes for a finished mask: it would
@@ -299,7 +306,7 @@ def boundaries(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @functools.cache
-def grouped(attention: Callable[..., Any]) -> dict[str, bool]:
+def gqa_argument(attention: Callable[..., object]) -> dict[str, bool]:
     """The argument that lets `attention` take fewer key than query heads; none in torch 2.11, which just does."""
     import inspect
 

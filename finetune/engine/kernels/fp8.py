@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FORMAT).max
 SMALLEST = 1e-12  # of a row's largest value, so that the scale of a row of zeros is not 0
-KEPT = ("v_proj", "o_proj")  # in 16 bits, in every layer
+KEPT_IN_16_BITS = ("v_proj", "o_proj")  # in 16 bits, in every layer
 FIRST, LAST = 1, 2  # layers that stay in 16 bits as a whole,
 DEEP = 12  # in a model of at least so many
 FASTER_FROM = 2**23  # weights of a layer: on an H200, smaller ones took 1.0 to 5 times as long in FP8 as in bfloat16
@@ -105,7 +106,7 @@ class Linear(nn.Linear):
         """Quantized gradient (n, out_features) to (n, in_features)."""
         return multiply(gradient, scales, self.transposed.view(FORMAT), self.transposed_scales, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return _Product.apply(in_compute_dtype(x), self)  # type: ignore[no-any-return]
 
 
@@ -131,15 +132,15 @@ def in_compute_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def convert(model: nn.Module) -> int:
+def convert(model: Model) -> int:
     """Put the frozen linear layers of the model into FP8, in place: not its output head, nor what `_is_kept`. Returns
     their number.
 
     Raises:
         UserError: no layer can be converted.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    depth = int(model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
+    head = model.get_output_embeddings()
+    depth = int(model.config.get_text_config().num_hidden_layers)
     found = [
         (module, name, child)
         for place, module in model.named_modules()
@@ -153,13 +154,13 @@ def convert(model: nn.Module) -> int:
     if not found:
         raise UserError(
             "model.load_in_fp8 is set, but the model has no frozen linear layer that is faster in FP8: one between the "
-            f"first and the last, other than {' and '.join(KEPT)}, with sizes that are multiples of {MULTIPLE} and at "
-            f"least {FASTER_FROM:,} weights. FP8 does not save memory. Set it to false."
+            f"first and the last, other than {' and '.join(KEPT_IN_16_BITS)}, with sizes that are multiples of "
+            f"{MULTIPLE} and at least {FASTER_FROM:,} weights. FP8 does not save memory. Set it to false."
         )
     return len(found)
 
 
-def summary(model: nn.Module) -> str:
+def summary(model: Model) -> str:
     """How much of the model is in FP8, and what that costs."""
     frozen = [
         one
@@ -174,7 +175,7 @@ def _is_kept(words: list[str], depth: int) -> bool:
     """Whether a linear layer stays in 16 bits, by the words of its name and the model's number of layers."""
     layer = next((int(word) for word in words if word.isdigit()), None)
     at_an_end = layer is not None and depth >= DEEP and not FIRST <= layer < depth - LAST
-    return at_an_end or any(word in KEPT for word in words)
+    return at_an_end or any(word in KEPT_IN_16_BITS for word in words)
 
 
 def _can_be_converted(layer: nn.Linear) -> bool:

@@ -1,4 +1,4 @@
-"""Frozen linear layers with LoRA adapters, computed together where they share an input.
+"""Fused LoRA: one product for all adapters that share an input (q, k and v; gate and up).
 
     y_i = x W_i^T + s_i (x A_i^T) B_i^T        for the layers i of one input x: q, k, v; or gate and up
 
@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.engine.kernels import fp8
-from finetune.engine.kernels.low_rank import Term, plus
+from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.runtime.types import Model
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -60,7 +61,7 @@ class Group:
         rest = iter(copies)
         return a, [next(rest) if rank else None for rank in self.ranks]
 
-    def products(self, x: torch.Tensor, terms: Sequence[Term | None] | None = None) -> list[torch.Tensor]:
+    def products(self, x: torch.Tensor, terms: Sequence[LowRankTerm | None] | None = None) -> list[torch.Tensor]:
         """x (n, k) times each W (n, out_i), and its term added."""
         form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
         outputs = []
@@ -79,10 +80,10 @@ class Group:
             outputs.append(y.addmm_(x, weight.t()))
         return outputs
 
-    def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[Term | None]:
+    def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[LowRankTerm | None]:
         """What the adapter of each layer adds to its product; None without one."""
         return [
-            None if own_b is None or inner is None else Term(inner[:, part], own_b.t(), scaling)
+            None if own_b is None or inner is None else LowRankTerm(inner[:, part], own_b.t(), scaling)
             for own_b, part, scaling in zip(b, self.parts, self.scalings, strict=True)
         ]
 
@@ -110,7 +111,7 @@ class Group:
     ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
         """Gradients of x, of each A and of each B; `db` passes in those of B that are already computed."""
         dinner = [
-            given @ _times(own_b, scaling)
+            given @ _scale(own_b, scaling)
             for own_b, scaling, given in zip(b, self.scalings, gradients, strict=True)
             if own_b is not None
         ]
@@ -126,7 +127,7 @@ class Group:
                 dx.addmm_(stacked_dinner, a)
         if db is None:
             db = [
-                None if own_b is None or inner is None else _times(given.t() @ inner[:, part], scaling)
+                None if own_b is None or inner is None else _scale(given.t() @ inner[:, part], scaling)
                 for own_b, part, scaling, given in zip(b, self.parts, self.scalings, gradients, strict=True)
             ]
         if stacked_dinner is None:
@@ -135,7 +136,7 @@ class Group:
         return dx, [stacked_da[part] if rank else None for part, rank in zip(self.parts, self.ranks, strict=True)], db
 
 
-def _times(x: torch.Tensor, scaling: float) -> torch.Tensor:
+def _scale(x: torch.Tensor, scaling: float) -> torch.Tensor:
     return x if scaling == 1.0 else x * scaling
 
 
@@ -189,11 +190,11 @@ class _Mlp(torch.autograd.Function):
         (first, last), scaling = ctx.groups, ctx.groups[1].scalings[0]
         dy = _rows(gradients[0])
         dh = _add_input_gradient(None, last.bases[0], dy)
-        dinner = None if last_b is None else dy @ _times(last_b, scaling)
-        dh_term = None if dinner is None else Term(dinner, last_a)
+        dinner = None if last_b is None else dy @ _scale(last_b, scaling)
+        dh_term = None if dinner is None else LowRankTerm(dinner, last_a)
         gate_term, up_term = first.terms(inner, b)
         dgate, dup, (*db, last_da) = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
-        last_db = None if dinner is None else _times(dy.t() @ last_inner, scaling)
+        last_db = None if dinner is None else _scale(dy.t() @ last_inner, scaling)
         del dh
         dx, da, _ = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0], db=db)
         grads = _gradients([*da, last_da], [*db, last_db], ctx.dtype)
@@ -223,8 +224,8 @@ def _gradients(a: Tensors, b: Tensors, dtype: torch.dtype | None) -> list[torch.
 def silu_and_multiply(
     gate: torch.Tensor,
     up: torch.Tensor,
-    gate_term: Term | None = None,
-    up_term: Term | None = None,
+    gate_term: LowRankTerm | None = None,
+    up_term: LowRankTerm | None = None,
     down: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h = silu(gate) * up (n, m), with a term added to each before; and h times `down` (rank, m), None without it. In
@@ -233,7 +234,7 @@ def silu_and_multiply(
         from finetune.engine.kernels import triton_kernels
 
         return triton_kernels.silu_and_multiply(gate, up, gate_term, up_term, down)
-    h = functional.silu(plus(gate, gate_term)) * plus(up, up_term)
+    h = functional.silu(add_term(gate, gate_term)) * add_term(up, up_term)
     return h, None if down is None else h @ down.t()
 
 
@@ -241,9 +242,9 @@ def silu_and_multiply_backward(
     gate: torch.Tensor,
     up: torch.Tensor,
     dh: torch.Tensor,
-    gate_term: Term | None = None,
-    up_term: Term | None = None,
-    dh_term: Term | None = None,
+    gate_term: LowRankTerm | None = None,
+    up_term: LowRankTerm | None = None,
+    dh_term: LowRankTerm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
     """Gradients of gate and up (n, m) from that of h, with a term added to each of the three before; in one kernel on a
     GPU. Also the products with the terms' left factors (n, rank): dgate^T left and dup^T left (m, rank), and
@@ -252,14 +253,14 @@ def silu_and_multiply_backward(
         from finetune.engine.kernels import triton_kernels
 
         return triton_kernels.silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
-    gate, up, dh = plus(gate, gate_term), plus(up, up_term), plus(dh, dh_term)
+    gate, up, dh = add_term(gate, gate_term), add_term(up, up_term), add_term(dh, dh_term)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     h, dgate, dup = silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
     products = [
-        None if gate_term is None else _times(dgate.t() @ gate_term.left, gate_term.scaling),
-        None if up_term is None else _times(dup.t() @ up_term.left, up_term.scaling),
-        None if dh_term is None else _times(dh_term.left.t() @ h, dh_term.scaling),
+        None if gate_term is None else _scale(dgate.t() @ gate_term.left, gate_term.scaling),
+        None if up_term is None else _scale(dup.t() @ up_term.left, up_term.scaling),
+        None if dh_term is None else _scale(dh_term.left.t() @ h, dh_term.scaling),
     ]
     return dgate, dup, products
 
@@ -277,7 +278,7 @@ def project(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of an MLP with gate_proj, up_proj, down_proj and SiLU."""
     layers = (module.gate_proj, module.up_proj, module.down_proj)
-    if not all(map(computable, layers)):
+    if not all(map(is_supported, layers)):
         return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
     x = fp8.in_compute_dtype(x)
     (first, factors), (last, more) = _group(layers[:2]), _group(layers[2:])
@@ -286,15 +287,15 @@ def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _query_key_value(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = (module.q_proj, module.k_proj, module.v_proj)
-    return project(x, layers) if all(map(computable, layers)) else tuple(layer(x) for layer in layers)
+    return project(x, layers) if all(map(is_supported, layers)) else tuple(layer(x) for layer in layers)
 
 
 def _attention_output(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.o_proj(x)
 
 
-def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if args or kwargs or not computable(layer):
+def _lora_forward(layer: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    if args or kwargs or not is_supported(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     return project(x, [layer])[0]
 
@@ -313,7 +314,7 @@ def _group(layers: Sequence[Any]) -> tuple[Group, list[torch.Tensor | None]]:
     return Group(tuple(bases), tuple(scalings), tuple(ranks)), factors
 
 
-def computable(layer: Any) -> bool:
+def is_supported(layer: Any) -> bool:
     """Whether `project` computes what this layer would: a frozen one, plain or with one adapter of plain LoRA."""
     base = getattr(layer, "base_layer", layer)
     if type(base) not in (nn.Linear, fp8.Linear) or any(one.requires_grad for one in base.parameters()):
@@ -336,21 +337,21 @@ def active_adapter(layer: Any) -> str | None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-def install(model: nn.Module) -> int:
+def install(model: Model) -> int:
     """Compute the model's LoRA layers as this module does, and its MLPs and projections of one input together. Returns
     the number of layers that it changed."""
     from peft.tuners.lora import Linear
 
-    layers = [one for one in model.modules() if isinstance(one, Linear) and computable(one)]
+    layers = [one for one in model.modules() if isinstance(one, Linear) and is_supported(one)]
     for layer in layers:
         layer.forward = types.MethodType(_lora_forward, layer)  # type: ignore[method-assign]
     changed = set(map(id, layers))
     for module in model.modules():
-        _together(module, lambda child: id(child) in changed or isinstance(child, fp8.Linear))
+        _fuse_module(module, lambda child: id(child) in changed or isinstance(child, fp8.Linear))
     return len(layers)
 
 
-def _together(module: Any, ours: Callable[[Any], bool]) -> None:
+def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> None:
     """Set what Unsloth's or transformers' attention and MLP modules call."""
     mine = {name for name, child in module.named_children() if ours(child)}
     own = vars(module)
@@ -363,5 +364,5 @@ def _together(module: Any, ours: Callable[[Any], bool]) -> None:
         module.apply_o = _attention_output
 
 
-def _is_silu(function: Any) -> bool:
+def _is_silu(function: object) -> bool:
     return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"

@@ -11,48 +11,52 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.types import JsonObject, Model
+
+if TYPE_CHECKING:
+    import torch
 
 NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
 # Loss and gradients with Liger's kernels and without: tests/gpu. For Llama also whole runs, in full and with adapters:
 # benchmarks/results/LOG.md.
-COMPARED = ("llama", "mistral", "qwen2", "qwen3")
+VALIDATED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 LIGER = "Liger"
 ROTARY = "apply_rotary_pos_emb"  # what transformers' modules call for rotary positions
 _HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class LayerKernels:
     """The kernels of the layers, as run.json has them: Liger, transformers or Unsloth."""
 
     kernels: str
     reason: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The choice as JSON."""
         return asdict(self)
 
 
-def unusable(device: str) -> str | None:
+def why_unavailable(device: str) -> str | None:
     """Why Liger's kernels cannot run here; None if they can."""
     if device != "cuda":
         return "there is no GPU"
     return NOT_INSTALLED if importlib.util.find_spec("liger_kernel") is None else None
 
 
-def own(stack: Stack) -> str:
+def backend_kernels(stack: Stack) -> str:
     """Whose kernels the layers have without Liger's."""
     return "Unsloth" if stack.backend == "unsloth" else "transformers"
 
 
-def excluded(stack: Stack) -> str | None:
+def why_excluded(stack: Stack) -> str | None:
     """Why no model can use Liger's kernels in this run; None if some can."""
-    return "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
+    return "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else why_unavailable(stack.device)
 
 
 def why_not(stack: Stack, kind: str, otherwise: str | None = None) -> str | None:
@@ -61,7 +65,7 @@ def why_not(stack: Stack, kind: str, otherwise: str | None = None) -> str | None
     Args:
         otherwise: another reason not to use them; if there is one, Liger is not imported.
     """
-    return excluded(stack) or otherwise or _unsupported(kind)
+    return why_excluded(stack) or otherwise or why_unsupported(kind)
 
 
 def check(config: Config, stack: Stack) -> None:
@@ -70,11 +74,11 @@ def check(config: Config, stack: Stack) -> None:
     Raises:
         UserError: model.layer_kernels is liger, and this run cannot use it.
     """
-    if config.model.layer_kernels == "liger" and (refusal := excluded(stack)) is not None:
-        raise _refused(refusal)
+    if config.model.layer_kernels == "liger" and (refusal := why_excluded(stack)) is not None:
+        raise _cannot_use(refusal)
 
 
-def choose(config: Config, stack: Stack, model: Any) -> Choice:
+def choose(config: Config, stack: Stack, model: Model) -> LayerKernels:
     """Which kernels the model's layers use; the same answer before and after it is sharded or has an adapter.
 
     Raises:
@@ -82,24 +86,24 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
     """
     wanted = config.model.layer_kernels
     if wanted == "torch":
-        return Choice(kernels=own(stack), reason="set by model.layer_kernels")
+        return LayerKernels(kernels=backend_kernels(stack), reason="set by model.layer_kernels")
     kind = model.config.model_type
-    refusal = why_not(stack, kind, _not_compared(config, kind) if wanted == "auto" else None)
+    refusal = why_not(stack, kind, _why_not_validated(config, kind) if wanted == "auto" else None)
     if refusal is None:
-        return Choice(kernels=LIGER, reason="set by model.layer_kernels" if wanted == "liger" else "installed")
+        return LayerKernels(kernels=LIGER, reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
-        raise _refused(refusal)
-    return Choice(kernels=own(stack), reason=refusal)
+        raise _cannot_use(refusal)
+    return LayerKernels(kernels=backend_kernels(stack), reason=refusal)
 
 
-def _refused(reason: str) -> UserError:
+def _cannot_use(reason: str) -> UserError:
     return UserError(
         f"model.layer_kernels is liger (training.use_liger_kernel: true sets it), which this run cannot use: {reason}. "
         "Remove the setting."
     )
 
 
-def _not_compared(config: Config, kind: str) -> str | None:
+def _why_not_validated(config: Config, kind: str) -> str | None:
     """Why nothing shows that Liger's kernels compute the same in this run; None if they were compared."""
     if config.training.extra.get("torch_compile"):
         return "torch.compile fuses the layers itself"
@@ -109,14 +113,14 @@ def _not_compared(config: Config, kind: str) -> str | None:
         case = "in float16"
     elif config.model.trust_remote_code:
         case = "for models that may bring their own code"
-    elif kind not in COMPARED:
+    elif kind not in VALIDATED_TYPES:
         case = f"for {kind}"
     else:
         return None
     return f"Liger's kernels were not compared {case}; model.layer_kernels: liger uses them"
 
 
-def _unsupported(kind: str) -> str | None:
+def why_unsupported(kind: str) -> str | None:
     """Why Liger has no kernels for a type of model; None if it has."""
     try:
         from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
@@ -127,7 +131,7 @@ def _unsupported(kind: str) -> str | None:
     return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"Liger has none for {kind}"
 
 
-def install(model: Any) -> None:
+def install(model: Model) -> None:
     """Let this model's layers use Liger's kernels. Other models of the process keep their classes.
 
     Args:
@@ -148,11 +152,11 @@ def install(model: Any) -> None:
         setattr(module, ROTARY, _on_gpus(vars(module)[ROTARY], before[ROTARY]))
 
 
-def _on_gpus(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _on_gpus(fused: Callable[..., object], plain: Callable[..., object]) -> Callable[..., object]:
     """`fused` for tensors on a GPU, and `plain` for others."""
 
     @functools.wraps(plain)
-    def rotary(query: Any, key: Any, *given: Any, **named: Any) -> Any:
+    def rotary(query: torch.Tensor, key: torch.Tensor, *given: object, **named: object) -> object:
         return (fused if query.is_cuda else plain)(query, key, *given, **named)
 
     return rotary

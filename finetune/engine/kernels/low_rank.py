@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Term:
+class LowRankTerm:
     """scaling * left (n, rank) @ right (rank, m)."""
 
     left: torch.Tensor
@@ -16,6 +16,6 @@ class Term:
     scaling: float = 1.0
 
 
-def plus(y: torch.Tensor, term: Term | None) -> torch.Tensor:
+def add_term(y: torch.Tensor, term: LowRankTerm | None) -> torch.Tensor:
     """y (n, m) with the term added, as a new tensor; y itself without one."""
     return y if term is None else torch.addmm(y, term.left, term.right, alpha=term.scaling)

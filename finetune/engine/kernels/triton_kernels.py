@@ -1,6 +1,7 @@
-"""Triton kernels for `fp8` and `adapted`: compiled once per width of a model's layers, never per number of tokens."""
+"""Triton kernels of `fp8` and `fused_lora`: compiled once per width of a model's layers, never per number of tokens."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# A branch on a `tl.constexpr` binds names for a later branch on the same one.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.engine.kernels.low_rank import Term, plus
+from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.runtime.types import JsonObject
 
 # Programs that share the columns of one tile's rows, or the rows of its columns.
 PARTS = 8
@@ -182,14 +184,18 @@ def _silu_backward(
 
 
 def silu_and_multiply(
-    gate: torch.Tensor, up: torch.Tensor, gate_term: Term | None, up_term: Term | None, down: torch.Tensor | None
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_term: LowRankTerm | None,
+    up_term: LowRankTerm | None,
+    down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`adapted.silu_and_multiply` for contiguous gate and up."""
     largest = _largest_rank(gate)
     h = torch.empty_like(gate)
     rows, columns = gate.shape
     rank = 0 if down is None or down.shape[0] > largest else down.shape[0]
-    inputs, ranks = _prepared(largest, (gate, gate_term), (up, up_term))
+    inputs, ranks = _kernel_inputs(largest, (gate, gate_term), (up, up_term))
     products = torch.empty(PARTS, rows, rank, dtype=torch.float32, device=gate.device) if rank else h
     of_down = (h, 0, 0) if down is None else (down, *down.stride())
     with torch.cuda.device(gate.device):
@@ -205,14 +211,14 @@ def silu_and_multiply_backward(
     gate: torch.Tensor,
     up: torch.Tensor,
     dh: torch.Tensor,
-    gate_term: Term | None,
-    up_term: Term | None,
-    dh_term: Term | None,
+    gate_term: LowRankTerm | None,
+    up_term: LowRankTerm | None,
+    dh_term: LowRankTerm | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
     """`adapted.silu_and_multiply_backward` for contiguous gate, up and dh."""
     terms = (gate_term, up_term, dh_term)
     rows, columns = gate.shape
-    inputs, ranks = _prepared(_largest_rank(gate), *zip((gate, up, dh), terms, strict=True))
+    inputs, ranks = _kernel_inputs(_largest_rank(gate), *zip((gate, up, dh), terms, strict=True))
     keeps_h = dh_term is not None and not ranks[2]
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     h = torch.empty_like(gate) if keeps_h else dgate
@@ -239,14 +245,14 @@ def _largest_rank(y: torch.Tensor) -> int:
     return LARGEST_RANK if torch.cuda.get_device_capability(y.device) >= (8, 0) else 0
 
 
-def _prepared(largest: int, *given: tuple[torch.Tensor, Term | None]) -> tuple[list[Any], list[int]]:
+def _kernel_inputs(largest: int, *given: tuple[torch.Tensor, LowRankTerm | None]) -> tuple[list[Any], list[int]]:
     """Tensors and their terms as the kernels take them: pointers, scalings and strides; and the rank of each term, 0
     without one. Terms of more than `largest` ranks are added here."""
     inputs: list[Any] = []
     ranks: list[int] = []
     for y, term in given:
         if term is not None and term.left.shape[1] > largest:
-            y, term = plus(y, term), None
+            y, term = add_term(y, term), None
         if term is None:
             inputs += [y, y, y, 0.0, 0, 0, 0]
             ranks.append(0)
@@ -257,7 +263,7 @@ def _prepared(largest: int, *given: tuple[torch.Tensor, Term | None]) -> tuple[l
     return inputs, ranks
 
 
-def _constants(y: torch.Tensor, *ranks: int, backward: bool) -> dict[str, Any]:
+def _constants(y: torch.Tensor, *ranks: int, backward: bool) -> JsonObject:
     """What a kernel is compiled for: ranks padded to what tl.dot takes, its precision, and its tile."""
     padded = max(16, triton.next_power_of_2(max(ranks)))
     exact = y.dtype == torch.float32

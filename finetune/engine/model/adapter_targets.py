@@ -13,10 +13,11 @@ import torch
 
 from finetune.config import Config
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 # PEFT takes these names for stacked experts if a model has them, so that they reach no layer beside the experts.
-_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-ENOUGH = 0.9  # share of the linear weights, below which a run warns
+_EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+MIN_SHARE = 0.9  # share of the linear weights, below which a run warns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Coverage:
     @property
     def warning(self) -> str | None:
         """What has no adapter and how to give it one; None if that is little."""
-        if self.share >= ENOUGH:
+        if self.share >= MIN_SHARE:
             return None
         bare = [*self.layers, *self.parameters]
         shown = ", ".join(bare[:8]) + (f" and {len(bare) - 8} more" if len(bare) > 8 else "")
@@ -48,7 +49,7 @@ class Coverage:
         )
 
 
-def coverage(model: Any) -> Coverage | None:
+def coverage(model: Model) -> Coverage | None:
     """Which linear weights of the language model have an adapter or are trained; None without an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -68,7 +69,7 @@ def coverage(model: Any) -> Coverage | None:
         if id(weight) in adapted or weight.requires_grad:
             reached += size
             continue
-        as_parameter = stacked and name not in stacked and name.rpartition(".")[2] in _OF_EXPERTS
+        as_parameter = stacked and name not in stacked and name.rpartition(".")[2] in _EXPERT_NAMES
         name = f"{name}.weight" if as_parameter else name
         bare[name] = bare.get(name, 0) + size
     largest = sorted(bare, key=lambda name: -bare[name])
@@ -80,7 +81,7 @@ def coverage(model: Any) -> Coverage | None:
     )
 
 
-def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
+def _linear_weights(base: Any) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Each weight that the language model multiplies by, with the last two parts of its name and its size unpacked."""
     from transformers.pytorch_utils import Conv1D
 
@@ -99,7 +100,7 @@ def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
                     yield ".".join([*parts, own][-2:]), weight, weight.numel()
 
 
-def check(model: Any, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
+def check(model: Model, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
     """Check the names against a model that has no adapter yet.
 
     Args:
@@ -116,8 +117,8 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
     names = list(modules)
     linear = [name for name, module in modules.items() if isinstance(module, (torch.nn.Linear, Conv1D))]
     given, saved = config.lora.target_modules, config.lora.modules_to_save or []
-    if missing := [name for name in saved if not _found(name, names)]:
-        raise UserError(_missing("lora.modules_to_save", missing, names))
+    if missing := [name for name in saved if not _matches(name, names)]:
+        raise UserError(_missing_message("lora.modules_to_save", missing, names))
     if isinstance(targets, str):
         if targets == "all-linear":
             return
@@ -130,12 +131,12 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
     elif targets and "all-linear" in targets:
         raise UserError("lora.target_modules has `all-linear` in a list. Give it alone, as a string: all-linear.")
     else:
-        matched = {target: [modules[name] for name in names if _found(target, [name])] for target in targets or ()}
+        matched = {target: [modules[name] for name in names if _matches(target, [name])] for target in targets or ()}
     missing = [target for target, found in matched.items() if not found]
     if missing and (given is not None or len(missing) == len(matched)):
-        raise UserError(_missing("lora.target_modules", missing, linear))
+        raise UserError(_missing_message("lora.target_modules", missing, linear))
     _check_kinds(model, matched, backend)
-    in_full = [module for name, module in modules.items() if any(_found(one, [name]) for one in saved)]
+    in_full = [module for name, module in modules.items() if any(_matches(one, [name]) for one in saved)]
     beneath = {id(part) for module in in_full for part in module.modules()}
     if matched and all(id(module) in beneath for found in matched.values() for module in found):
         raise UserError(
@@ -144,7 +145,7 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
         )
 
 
-def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> None:
+def _check_kinds(model: Model, matched: dict[str, list[torch.nn.Module]], backend: str) -> None:
     """Check that the modules are layers on which PEFT can put an adapter."""
     from transformers.pytorch_utils import Conv1D
 
@@ -158,14 +159,14 @@ def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> Non
                 "adapter. Name it in lora.modules_to_save, or remove it."
             )
         wrong = sorted({type(module).__name__ for module in found if not isinstance(module, kinds)})
-        if wrong and not (has_experts and target.rpartition(".")[2] in _OF_EXPERTS):
+        if wrong and not (has_experts and target.rpartition(".")[2] in _EXPERT_NAMES):
             raise UserError(
                 f"lora.target_modules has `{target}`, which matches {', '.join(wrong[:3])}: an adapter goes on linear "
                 "layers and embeddings. Name the layers inside, or use all-linear."
             )
 
 
-def is_transposed(model: Any) -> bool:
+def is_transposed(model: Model) -> bool:
     """Whether the model's layers store their weights as GPT-2's do: inputs by outputs (`fan_in_fan_out`)."""
     from transformers.pytorch_utils import Conv1D
 
@@ -175,7 +176,7 @@ def is_transposed(model: Any) -> bool:
 def _as_list(targets: str, names: list[str]) -> str:
     """The names of modules that a string lists, such as `q_proj, v_proj`; "" if it lists anything else."""
     parts = [part for part in re.split(r"[\s,;]+", targets) if part]
-    return ", ".join(parts) if all(_found(part, names) for part in parts) else ""
+    return ", ".join(parts) if all(_matches(part, names) for part in parts) else ""
 
 
 def _matches_regex(pattern: str, name: str) -> bool:
@@ -188,11 +189,11 @@ def _matches_regex(pattern: str, name: str) -> bool:
         ) from None
 
 
-def _found(target: str, names: list[str]) -> bool:
+def _matches(target: str, names: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
-def _missing(key: str, targets: list[str], names: list[str]) -> str:
+def _missing_message(key: str, targets: list[str], names: list[str]) -> str:
     """The message, with the last parts of the model's module names, most similar first."""
     known = list(dict.fromkeys(part for part in (name.rpartition(".")[2] for name in names) if not part.isdigit()))
     near = {target: get_close_matches(target, known, n=len(known) or 1, cutoff=0.5) for target in targets}

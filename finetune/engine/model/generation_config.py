@@ -17,6 +17,7 @@ from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.spans import end_of_turn
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 FILE = "generation_config.json"
 SAMPLED_ROWS = 1000
@@ -34,14 +35,18 @@ def check(folder: Path) -> None:
         return
     try:
         ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        why = None if ends is None or ids(ends) else f"eos_token_id must be a number or a list of numbers: {ends!r}"
+        why = (
+            None
+            if ends is None or to_token_ids(ends)
+            else f"eos_token_id must be a number or a list of numbers: {ends!r}"
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = " ".join(str(error).split())[:300]
     if why is not None:
         raise UserError(f"{folder / FILE} is invalid: {why.rstrip('.')}. Correct it, or remove the file.")
 
 
-def trained_ends(tokenizer: Any, rows: Rows) -> list[int]:
+def trained_end_tokens(tokenizer: Tokenizer, rows: Rows) -> list[int]:
     """The tokens that training taught the model to stop at: the one that ends a turn of the tokenizer's chat template,
     if it is supervised, and any added token that ends most rows. Rows that were cut end anywhere."""
     added = set(tokenizer.added_tokens_decoder)
@@ -59,13 +64,13 @@ def trained_ends(tokenizer: Any, rows: Rows) -> list[int]:
     return sorted(ends | ({turn} & supervised if turn is not None else set()))
 
 
-def end_of_turn_token(tokenizer: Any) -> int | None:
+def end_of_turn_token(tokenizer: Tokenizer) -> int | None:
     """The token that ends an assistant turn of the tokenizer's chat template; None if no single token does."""
-    ending = turn_ending(tokenizer)
-    return None if ending is None else first_added(tokenizer, ending)
+    ending = end_of_turn_text(tokenizer)
+    return None if ending is None else first_added_token(tokenizer, ending)
 
 
-def turn_ending(tokenizer: Any) -> str | None:
+def end_of_turn_text(tokenizer: Tokenizer) -> str | None:
     """The text that ends an assistant turn of the tokenizer's chat template; None if it is not known."""
     try:
         template = load_template(tokenizer)
@@ -74,33 +79,33 @@ def turn_ending(tokenizer: Any) -> str | None:
     return None if template is None else end_of_turn(tokenizer, template)
 
 
-def first_added(tokenizer: Any, ending: str) -> int | None:
+def first_added_token(tokenizer: Tokenizer, ending: str) -> int | None:
     """The first added token in a text, at which generation stops; None if it has only ordinary ones."""
     added = tokenizer.added_tokens_decoder
     return next((token for token in tokenizer(ending, add_special_tokens=False)["input_ids"] if token in added), None)
 
 
-def ends_in(folder: Path) -> list[int]:
+def end_tokens_in_file(folder: Path) -> list[int]:
     """The end tokens in a folder's generation_config.json; empty without one, or if it names none."""
     try:
         content = files.read_json(folder / FILE)
     except (OSError, ValueError):
         return []
-    return ids(content.get("eos_token_id")) if isinstance(content, dict) else []
+    return to_token_ids(content.get("eos_token_id")) if isinstance(content, dict) else []
 
 
-def ids(value: Any) -> list[int]:
+def to_token_ids(value: Any) -> list[int]:
     """`eos_token_id` of a configuration, which is a number, a list or nothing, as a list."""
     return [one for one in (value if isinstance(value, list | tuple) else [value]) if type(one) is int]
 
 
-def with_ends(content: dict[str, Any], ends: Iterable[int | None]) -> dict[str, Any]:
+def add_end_tokens(content: JsonObject, ends: Iterable[int | None]) -> JsonObject:
     """The content of a generation_config.json with further end tokens; its own stay first."""
-    known = list(dict.fromkeys([*ids(content.get("eos_token_id")), *(one for one in ends if one is not None)]))
+    known = list(dict.fromkeys([*to_token_ids(content.get("eos_token_id")), *(one for one in ends if one is not None)]))
     return content | ({"eos_token_id": known[0] if len(known) == 1 else known} if known else {})
 
 
-def content_of(model: Any) -> dict[str, Any] | None:
+def to_json_object(model: Model) -> JsonObject | None:
     """A model's generation config as its file has it; None for a model without one. Values that transformers accepts
     when it loads them and refuses when it saves them, such as a temperature without sampling, stay as they are.
 
@@ -118,15 +123,15 @@ def content_of(model: Any) -> dict[str, Any] | None:
         ) from None
 
 
-def write(folder: Path, model: Any, ends: Iterable[int | None]) -> None:
+def write(folder: Path, model: Model, ends: Iterable[int | None]) -> None:
     """Write generation_config.json: that of the model, which stops at `ends` as well."""
-    content = content_of(model)
+    content = to_json_object(model)
     if content is not None:
-        files.write_json(folder / FILE, with_ends(content, ends))
+        files.write_json(folder / FILE, add_end_tokens(content, ends))
 
 
 @contextlib.contextmanager
-def not_saved(model: Any) -> Iterator[None]:
+def without_model_config(model: Model) -> Iterator[None]:
     """Context in which `save_pretrained` writes a default generation config, which `write` then replaces: transformers
     checks the model's own when it saves it."""
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -3,29 +3,29 @@ beyond it is an IndexError on a CPU, and an unspecific assertion on a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune.data.collate import MULTIPLE
+from finetune.data.store import Rows
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 # Words in a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
 _WORDS = {"wpe", "pos", "position", "positions"}
 # What configurations call their number: nearly all, MPT and DBRX, Whisper's kin.
-_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_CONFIG_KEYS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _SPARE_ROWS = 8  # tables may begin with rows for padding: OPT's with 2
 
 
-def limit(model: Any) -> int | None:
+def limit(model: Model) -> int | None:
     """Positions of the model's table; None if it has none, as with rotary embeddings."""
     config = model.config.get_text_config()
     if config.model_type == "mpt":  # its table of linear biases is computed in every forward pass
         return config.max_seq_len
-    named = (getattr(config, name, None) for name in _NAMES)
+    named = (getattr(config, name, None) for name in _CONFIG_KEYS)
     found = [rows for most in named if isinstance(most, int) and (rows := _rows(model, most)) is not None]
     return min(found, default=None)
 
 
-def _rows(model: Any, most: int) -> int | None:
+def _rows(model: Model, most: int) -> int | None:
     """Usable rows of a table of `most` positions; None if the model has no such table."""
     for name, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -39,11 +39,10 @@ def _rows(model: Any, most: int) -> int | None:
     return None
 
 
-def check(model: Any, rows: Any, split: str, setting: str = "data.max_length") -> None:
+def check(model: Model, rows: Rows, split: str, setting: str = "data.max_length") -> None:
     """Check that the model has a position for every token.
 
     Args:
-        rows: `finetune.data.store.Rows`.
         setting: what limits the length of rows, for the message.
 
     Raises:
@@ -60,7 +59,7 @@ def check(model: Any, rows: Any, split: str, setting: str = "data.max_length") -
         )
 
 
-def room(model: Any, length: int) -> int | None:
+def remaining_tokens(model: Model, length: int) -> int | None:
     """Tokens that an answer to a prompt of `length` tokens may have; None without a limit.
 
     Raises:

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.engine import preflight
+from finetune.engine.preflight import adapter_files, model_files
 from finetune.errors import UserError
 from finetune.runtime.files import open_regular
 from finetune.runtime.ranks import distributed
@@ -34,11 +34,11 @@ def start(config: Config) -> threading.Thread | None:
     if model.load_in_4bit and model.backend != "transformers" and not Path(str(model.model_name_or_path)).is_dir():
         return None  # Unsloth may load another name of the Hub, whose weights are in 4 bits already
     try:
-        folder = preflight.base_folder(config)
+        folder = adapter_files.base_folder(config)
         files = [] if folder is None else weights(folder)
     except UserError:  # loading reports it
         return None
-    if not files or sum(file.stat().st_size for file in files) > SHARE * _free_bytes():
+    if not files or sum(file.stat().st_size for file in files) > SHARE * free_bytes():
         return None
     thread = threading.Thread(target=_read, args=(files,), name="read ahead", daemon=True)
     thread.start()
@@ -49,7 +49,7 @@ def weights(folder: Path) -> list[Path]:
     """The files of `folder` that transformers loads: those of the index, or the only one. There may be others, with the
     same weights in another format."""
     index = folder / "model.safetensors.index.json"
-    shards = preflight.read_object(index).get("weight_map") if index.is_file() else None
+    shards = model_files.read_object(index).get("weight_map") if index.is_file() else None
     names = {str(name) for name in shards.values()} if isinstance(shards, dict) else {"model.safetensors"}
     return [folder / name for name in sorted(names) if Path(name).name == name and (folder / name).is_file()]
 
@@ -65,8 +65,8 @@ def _read(files: list[Path]) -> None:
             return
 
 
-def _free_bytes() -> int:
-    """Of the machine, or of the container if that may use less."""
+def free_bytes() -> int:
+    """Available memory: the host's, or the container's limit if that is lower."""
     import psutil
 
     limits = [psutil.virtual_memory().available]

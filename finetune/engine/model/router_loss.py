@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 OFF = "Set router_aux_loss_coef to 0.0 to train without the load-balancing loss."
 # Names by which configurations have the number of routed experts.
@@ -38,24 +39,24 @@ _NOT_RECORDED = {
 }
 
 
-class NoRouters(UserError, ValueError):
+class NoRoutersError(UserError, ValueError):
     """A model whose router logits are wanted does not yield them. A ValueError, as TRL raises."""
 
 
-def check(model: Any, coefficient: float | None) -> None:
+def check(model: Model, coefficient: float | None) -> None:
     """Raises NoRouters if a coefficient is given for a model whose type has no experts, as TRL does."""
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
-        raise NoRouters(
+        raise NoRoutersError(
             f"router_aux_loss_coef is {coefficient:g}, but {_name(model)} is no mixture of experts that returns its "
             "router logits. Remove it."
         )
 
 
-def _name(model: Any) -> str:
+def _name(model: Model) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+def routers(model: Model) -> list[tuple[torch.nn.Module, int]]:
     """The modules whose output holds router logits, each once, and the place of the logits in a tuple that it returns.
 
     As transformers' `output_router_logits` finds them: by the classes that a model declares.
@@ -79,7 +80,7 @@ def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     return list(found.values())
 
 
-def install(model: Any, coefficient: float) -> LoadBalancing | None:
+def install(model: Model, coefficient: float) -> LoadBalancing | None:
     """Add the term to every training pass of a model, in place of transformers' own; None for a model with one expert
     or none, whose type may have several.
 
@@ -93,7 +94,7 @@ def install(model: Any, coefficient: float) -> LoadBalancing | None:
         return None
     found, chosen = routers(model), getattr(config, "num_experts_per_tok", None)
     if not found or chosen is None:
-        raise NoRouters(f"{_name(model)} does not return the logits of its routers. {OFF}")
+        raise NoRoutersError(f"{_name(model)} does not return the logits of its routers. {OFF}")
     one = LoadBalancing(coefficient=coefficient, chosen=chosen, name=_name(model))
     for module, place in found:
         module.register_forward_hook(functools.partial(_balance, place, one.number))
@@ -136,14 +137,14 @@ _numbers = itertools.count()
 
 
 @torch.library.custom_op("finetune::balanced", mutates_args=())
-def _balanced(output: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
+def _balance_loss(output: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
     """An output of a router, unchanged. The backward pass adds the term's gradient to that of the router's logits."""
     if (term := _terms.get(number)) is not None:
         term.count(logits)
     return output.clone()
 
 
-@_balanced.register_fake
+@_balance_loss.register_fake
 def _(output: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
     return torch.empty_like(output)
 
@@ -161,7 +162,7 @@ def _(after: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
     return torch.empty_like(logits)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, logits, ctx.number = inputs
     ctx.save_for_backward(logits)
 
@@ -171,18 +172,18 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return gradient, _balanced_gradient(gradient, logits, ctx.number), None
 
 
-_balanced.register_autograd(_backward, setup_context=_keep)
+_balance_loss.register_autograd(_backward, setup_context=_keep_counts)
 
 
 def _balance(place: int, number: int, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
     """Forward hook of a router. It runs in each forward pass; outside of training the term ignores it."""
     if not isinstance(output, tuple):
-        return _balanced(output, output, number)
+        return _balance_loss(output, output, number)
     # What the layer computes with: routing weights. Most layers do not read the logits.
     used = next(
         (at for at, one in enumerate(output) if at != place and torch.is_tensor(one) and one.is_floating_point()), place
     )
-    return (*output[:used], _balanced(output[used], output[place], number), *output[used + 1 :])
+    return (*output[:used], _balance_loss(output[used], output[place], number), *output[used + 1 :])
 
 
 class LoadBalancing:
@@ -227,7 +228,7 @@ class LoadBalancing:
             return
         logits = logits.flatten(0, -2)
         if len(logits) != len(one.segments):
-            raise NoRouters(
+            raise NoRoutersError(
                 f"The routers of {self.name} return {len(logits)} rows of logits for {len(one.segments)} tokens. {OFF}"
             )
         probabilities = logits.float().softmax(-1)
@@ -246,7 +247,7 @@ class LoadBalancing:
         """
         one = self._pass
         if one is None or not one.layers:
-            raise NoRouters(f"{self.name} computes its layers without calling its routers. {OFF}")
+            raise NoRoutersError(f"{self.name} computes its layers without calling its routers. {OFF}")
         experts = one.counts.shape[-1]
         weights = (one.sizes > 0) * experts * one.share * one.counts / (one.sizes.clamp(min=1) * one.layers**2)
         value = (weights * one.probabilities).sum()

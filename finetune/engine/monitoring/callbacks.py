@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.engine.monitoring import invariants
 from finetune.engine.sharding import shard
@@ -18,11 +18,12 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import files, user_code
 from finetune.runtime.command import warn
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject, Model
 
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 
-def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
+def user_callbacks(named: Sequence[tuple[str, str, object]]) -> list[TrainerCallback]:
     """Callbacks of the classes that logging.callbacks names, made without arguments. An exception in one of them
     becomes a RunError that names the class and the event.
 
@@ -42,14 +43,14 @@ def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
         with user_code.user_errors(key, name, "__init__"):
             callback = kind()
         for event in EVENTS:
-            setattr(callback, event, _named(getattr(callback, event), key, name, event))
+            setattr(callback, event, _with_named_errors(getattr(callback, event), key, name, event))
         found.append(callback)
     return found
 
 
-def _named(method: Callable[..., Any], key: str, name: str, event: str) -> Callable[..., Any]:
+def _with_named_errors(method: Callable[..., object], key: str, name: str, event: str) -> Callable[..., object]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with user_code.user_errors(key, name, event):
             return method(*args, **kwargs)
 
@@ -63,7 +64,9 @@ class StopOnRequest(TrainerCallback):
         self.stopped = False
         self._flag = distributed.DelayedFlag()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         interrupt.step_ended()
         if self._flag.ask(interrupt.requested()):
             self.stopped = True
@@ -73,7 +76,9 @@ class StopOnRequest(TrainerCallback):
             control.should_training_stop = True
             args.load_best_model_at_end = False  # the run is not over
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._flag.settle()  # no rank leaves while another waits for its answer
 
 
@@ -88,7 +93,9 @@ class Profile(TrainerCallback):
         self._steps = steps
         self._profiler: torch.profiler.profile | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=self._steps, repeat=1),
@@ -97,11 +104,15 @@ class Profile(TrainerCallback):
         )
         self._profiler.start()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
@@ -121,12 +132,16 @@ class FirstGradients(TrainerCallback):
     def __init__(self, sharded: bool = False, weights: str = "float32") -> None:
         self._done, self._checks_memory, self._weights = False, sharded, weights
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self._done:
             invariants.check_gradients(kwargs["model"])
             self._done = True
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._checks_memory:
             optimizer = str(getattr(args.optim, "value", args.optim))
             invariants.check_memory(kwargs["model"], kwargs["optimizer"], optimizer, self._weights)
@@ -141,24 +156,28 @@ class ParityDump(TrainerCallback):
         self._folder = folder
         self._norms: list[torch.Tensor] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         gradient = {name: p.grad for name, p in self._trained(kwargs["model"])}
         self._norms.append(shard.total_norm(gradient.values()))
         if state.global_step == 0:
             self._save("gradient", gradient)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._save("weights", {name: p.detach() for name, p in self._trained(kwargs["model"])})
         self._save("norms", {"norms": torch.stack(self._norms)})
 
     @staticmethod
-    def _trained(model: Any) -> list[tuple[str, Any]]:
+    def _trained(model: Model) -> list[tuple[str, Any]]:
         return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
-    def _save(self, name: str, tensors: dict[str, Any]) -> None:
+    def _save(self, name: str, tensors: JsonObject) -> None:
         plain = {}
         for key, tensor in tensors.items():
-            gathered = shard.whole(tensor)  # on every rank, one at a time
+            gathered = shard.gather_full(tensor)  # on every rank, one at a time
             if distributed.ranks().is_main:
                 plain[key.removeprefix("module.")] = gathered.cpu().contiguous()
         if distributed.ranks().is_main:

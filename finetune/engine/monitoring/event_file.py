@@ -7,13 +7,13 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from finetune.runtime import files
 from finetune.runtime.command import warn
 from finetune.runtime.machine import disk
+from finetune.runtime.types import JsonObject
 
 
 class EventFile:
@@ -40,19 +40,19 @@ class EventFile:
         shown = text.encode(errors="backslashreplace").decode()  # a file's name may be no text
         self._write("add_text", tag, shown, step)
 
-    def add_histogram(self, tag: str, values: Any, step: int) -> None:
+    def add_histogram(self, tag: str, values: object, step: int) -> None:
         """As SummaryWriter.add_histogram."""
         self._write("add_histogram", tag, values, step)
 
-    def add_image(self, tag: str, pixels: Any, step: int) -> None:
+    def add_image(self, tag: str, pixels: object, step: int) -> None:
         """A picture, uint8 [height, width, 3]."""
         self._write("add_image", tag, pixels, step, None, "HWC")
 
-    def add_custom_scalars(self, layout: dict[str, dict[str, list[Any]]]) -> None:
+    def add_custom_scalars(self, layout: dict[str, dict[str, list[object]]]) -> None:
         """As SummaryWriter.add_custom_scalars."""
         self._write("add_custom_scalars", layout)
 
-    def add_summary(self, summary: Any, step: int) -> None:
+    def add_summary(self, summary: object, step: int) -> None:
         """A Summary message of TensorBoard."""
         self._write("add_summary", summary, step)
 
@@ -69,7 +69,7 @@ class EventFile:
                 self._writer.close()
             self._writer = None
 
-    def _write(self, method: str, *arguments: Any) -> None:
+    def _write(self, method: str, *arguments: object) -> None:
         if self.warning is not None:
             return
         with self._dropping():
@@ -115,7 +115,7 @@ class RankLog:
         self._path = path
         self._failed = False
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: JsonObject) -> None:
         """Add a line. A disk that cannot take it ends the log; the event file has warned by then, or will."""
         if self._failed:
             return

@@ -1,4 +1,4 @@
-"""What must hold on all ranks before the first step. Each check has a name; a failure stops every rank and reports it.
+"""What must hold on all ranks before the first step. A failed check stops every rank with what is wrong and its name.
 
 The facts of all ranks are gathered first, so that every rank reaches the same verdict and none waits for another.
 """
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime.ranks import distributed, machines, process_group
+from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
 
 if TYPE_CHECKING:  # importing it imports torch
+    import torch
+
     from finetune.engine.sharding.shard import Sharding
 
 
@@ -66,10 +69,10 @@ def own_facts(trainer: Any) -> Facts:
         processes=trainer.accelerator.num_processes,
         timeout_seconds=process_group.group_timeout_seconds(),
         finds_unused=bool(trainer.args.ddp_find_unused_parameters),
-        reentrant=_reentrant(trainer),
+        reentrant=is_checkpointing_reentrant(trainer),
         patches=[verdict.name for verdict in trainer.stack.patches if verdict.applied],
         writes=trainer.args.should_save,
-        divisor=divisor(trainer),
+        divisor=loss_normalizer(trainer),
         averages_tokens=trainer.args.average_tokens_across_devices,
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
         global_batch_size=trainer.plan.global_batch_size,
@@ -80,23 +83,23 @@ def own_facts(trainer: Any) -> Facts:
 
 def sharding(trainer: Any) -> Sharding | None:
     """What of the model is sharded; None if the run does not ask for it."""
-    from finetune.engine.sharding.shard import look
+    from finetune.engine.sharding.shard import inspect
 
-    return None if trainer.reduces_once is None else look(trainer.model)
+    return None if trainer.reduces_once is None else inspect(trainer.model)
 
 
 def _changed_weights(trainer: Any) -> tuple[str, ...]:
     from finetune.engine.sharding import digests
 
-    return () if trainer.reduces_once is None else digests.changed(trainer.model)
+    return () if trainer.reduces_once is None else digests.changed_weights(trainer.model)
 
 
-def divisor(trainer: Any) -> str:
+def loss_normalizer(trainer: Any) -> str:
     """What divides the loss by the supervised tokens of the global batch; see SFTTrainer.compute_loss."""
     return "the model" if trainer.model_accepts_loss_kwargs else "this program"
 
 
-def _reentrant(trainer: Any) -> bool:
+def is_checkpointing_reentrant(trainer: Any) -> bool:
     """Whether gradient checkpointing is reentrant, as Unsloth's own always is."""
     if not trainer.args.gradient_checkpointing:
         return False
@@ -184,7 +187,7 @@ def one_writer(facts: list[Facts], timeout: int) -> str | None:
     return None if len(writers) == 1 else f"ranks {writers} would write the same files; only rank 0 may"
 
 
-def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+def loss_normalized_globally(facts: list[Facts], timeout: int) -> str | None:
     """By the model or by this program, the same on all ranks; the mean of the ranks' means is a different loss
     (unsloth issue 1952, transformers pull request 39395)."""
     for one in facts:
@@ -211,8 +214,8 @@ def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
 
 
 def every_matrix_is_sharded(facts: list[Facts], timeout: int) -> str | None:
-    """With `training.strategy: shard`, frozen matrices included. What is not sharded is held whole by each rank, or, if
-    nothing is, not even its gradients are averaged."""
+    """With `training.strategy: shard`, frozen matrices included. A matrix that is not sharded takes its full memory on
+    each rank; if nothing is sharded, not even gradients are averaged."""
     for one in facts:
         found = one.sharding
         if found is None:
@@ -245,8 +248,8 @@ def gathered_weights_keep_their_bytes(facts: list[Facts], timeout: int) -> str |
     for one in facts:
         if one.changed_weights:
             return (
-                f"rank {one.rank} gathers {counted(len(one.changed_weights), 'frozen weight')} with other bytes than "
-                f"were loaded ({', '.join(one.changed_weights[:3])}); this torch or its NCCL copies them wrongly"
+                f"rank {one.rank} gathers {counted(len(one.changed_weights), 'frozen weight')} whose bytes differ from "
+                f"those loaded ({', '.join(one.changed_weights[:3])}); this torch or its NCCL copies them wrongly"
             )
     return None
 
@@ -260,7 +263,7 @@ CHECKS: tuple[Check, ...] = (
     timeout_as_configured,
     no_search_for_unused_parameters_under_reentrant_checkpointing,
     one_writer,
-    loss_divided_by_the_label_tokens_of_the_global_batch,
+    loss_normalized_globally,
     ranks_hold_the_global_batch,
     every_matrix_is_sharded,
     sharded_gradients_are_reduced_in_float32,
@@ -278,11 +281,11 @@ def check(trainer: Any) -> list[str]:
     for one in CHECKS:
         wrong = one(facts, trainer.args.ddp_timeout)
         if wrong is not None:
-            raise UserError(f"{one.__name__.replace('_', ' ')}: {wrong}. Nothing was trained.")
+            raise UserError(f"{wrong}. Nothing was trained. (Start check: {one.__name__.replace('_', ' ')}.)")
     return [one.__name__ for one in CHECKS]
 
 
-def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
+def same_data_and_versions_on_all_ranks(own: JsonObject) -> None:
     """Check that all ranks hold the same values; called after the data is prepared, before the model is loaded.
 
     Raises:
@@ -293,13 +296,12 @@ def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
         for what, value in other.items():
             if value != everyone[0][what]:
                 raise UserError(
-                    f"same data and versions on all ranks: rank {rank} differs from rank 0 in {what}: {value!r} "
-                    f"against {everyone[0][what]!r}. All machines need the same files and packages. Nothing "
-                    "was trained."
+                    f"rank {rank} differs from rank 0 in {what}: {value!r} on rank {rank}, {everyone[0][what]!r} on "
+                    "rank 0. Give all machines the same files and packages. Nothing was trained."
                 )
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: torch.Tensor) -> None:
     """Check that the loss of a sharded model is float32. Looks at its type only, without a host-device sync.
 
     Raises:
@@ -309,12 +311,12 @@ def check_loss(loss: Any) -> None:
 
     if loss.dtype != torch.float32:
         raise RunError(
-            f"the loss is computed in float32: it is {str(loss.dtype).removeprefix('torch.')}. A function of the model "
-            "casts its outputs; use training.strategy: ddp."
+            f"the loss of a sharded model must be float32, and is {str(loss.dtype).removeprefix('torch.')}. A "
+            "function of the model casts its outputs; use training.strategy: ddp."
         )
 
 
-def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32") -> None:
+def check_memory(model: Model, optimizer: torch.optim.Optimizer, name: str, weights: str = "float32") -> None:
     """Check after the first optimizer step that no rank holds more of a sharded model than predicted.
 
     Args:
@@ -325,17 +327,19 @@ def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32"
     """
     from finetune.engine.sharding import memory_per_rank
 
-    expected = memory_per_rank.predicted(model, distributed.ranks().world_size, name, weights)
-    everyone = distributed.gather_objects(memory_per_rank.too_much(memory_per_rank.held(model, optimizer), expected))
+    expected = memory_per_rank.predicted_bytes(model, distributed.ranks().world_size, name, weights)
+    everyone = distributed.gather_objects(
+        memory_per_rank.excess(memory_per_rank.allocated_bytes(model, optimizer), expected)
+    )
     for rank, wrong in enumerate(everyone):
         if wrong is not None:
             raise UserError(
-                f"memory per rank as predicted: rank {rank} holds {wrong}. Part of the model is not sharded; was it "
-                "changed after it was sharded?"
+                f"rank {rank} holds more memory than predicted ({wrong}): part of the model is not sharded. Shard it "
+                "after the last change to it, or use training.strategy: ddp."
             )
 
 
-def check_gradients(model: Any) -> None:
+def check_gradients(model: Model) -> None:
     """Check after the first backward that every trainable weight has a gradient, on every rank.
 
     Raises:
@@ -347,7 +351,6 @@ def check_gradients(model: Any) -> None:
     for rank, names in enumerate(everyone):
         if names:
             raise UserError(
-                f"every trainable weight gets a gradient: on rank {rank} these have none after the first step: "
-                f"{', '.join(names)}. Remove them from lora.target_modules and lora.modules_to_save, or use data that "
-                "reaches them."
+                f"trainable weights without a gradient after the first step, on rank {rank}: {', '.join(names)}. "
+                "Remove them from lora.target_modules and lora.modules_to_save, or use data that reaches them."
             )

@@ -19,6 +19,7 @@ from finetune.runtime import communication
 from finetune.runtime.machine import gpu_sampler
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import PHASES
+from finetune.runtime.types import JsonObject
 
 # What a rank sends besides its losses, in this order; NaN for what it does not know.
 FIELDS = (
@@ -47,7 +48,7 @@ class RankRecord:
     allocator_retries: int
     tokens: int  # of the record's steps together, without padding
     squared_lengths: int
-    gpu: dict[str, Any] | None  # by gpu_sampler.FIELDS
+    gpu: JsonObject | None  # by gpu_sampler.FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,8 @@ class Monitor:
         self._trainer, self._plan = trainer, plan
         self._tokens, self._squares = tokens, squared_lengths
         self._timer = PhaseTimer(trainer, device)
-        self._norms: list[Any] = []
-        self._sample: master_weights.Sample | None = None
+        self._norms: list[torch.Tensor | float] = []
+        self._sample: master_weights.WeightSample | None = None
         self._unchanged: torch.Tensor | None = None
         self._steps = 0  # of this process
         self._shares = np.zeros((2, distributed.ranks().world_size), dtype=np.int64)  # tokens and squares by rank
@@ -90,7 +91,7 @@ class Monitor:
         self._exposed_share: float | None = 0.0 if distributed.ranks().world_size == 1 else None
         self.exposed: list[float] = []  # seconds of each step that DDP measured
         self._kept: list[dict[str, list[float]]] | None = None
-        self._sampler: Any = None
+        self._sampler: gpu_sampler.GpuSampler | None = None
         self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
         _note_norms(trainer.accelerator, self._norms)
 
@@ -100,7 +101,7 @@ class Monitor:
 
     @property
     def steps(self) -> list[dict[str, list[float]]]:
-        """Seconds by phase of every step so far (see `phases.split`). Synchronizes with the device.
+        """Seconds by phase of every step so far (see `phases.split_steps`). Synchronizes with the device.
 
         Raises:
             ValueError: `keep_steps` was not called.
@@ -157,7 +158,7 @@ class Monitor:
         steps, waited = self._timer.take(), self._timer.host_lead
         if self._kept is not None:
             self._kept += steps
-        losses = self._trainer.take_step_losses()
+        losses = self._trainer.statistics.take_losses()
         first = self._steps - len(steps) + 1
         if first == 1:
             steps, first = steps[1:], 2
@@ -167,7 +168,7 @@ class Monitor:
         self._norms.clear()
         vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
         fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
-        gpus = _gpus([vector[len(losses) + len(FIELDS) :] for vector in vectors])
+        gpus = gpus_by_rank([vector[len(losses) + len(FIELDS) :] for vector in vectors])
         unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
@@ -186,7 +187,7 @@ class Monitor:
 
     def sample_weights(self) -> None:
         """Before an optimizer step whose record is due: keep a sample of the trained weights."""
-        self._sample = master_weights.Sample(self._trainer.model.parameters())
+        self._sample = master_weights.WeightSample(self._trainer.model.parameters())
 
     def compare_weights(self) -> None:
         """After the step: count the weights of the sample that it left unchanged."""
@@ -215,11 +216,11 @@ class Monitor:
         }
 
     def _statistics(self) -> dict[str, float]:
-        found = self._trainer.take_token_statistics()
+        found = self._trainer.statistics.take_tokens()
         weights, self._unchanged = self._unchanged, None
         top1, entropy = found or (math.nan, math.nan)
         unchanged, compared = (math.nan, math.nan) if weights is None else weights.tolist()
-        balancing = self._trainer.take_load_balancing()
+        balancing = self._trainer.statistics.take_load_balancing()
         return {
             "top1": top1,
             "entropy": entropy,
@@ -243,8 +244,13 @@ def typical_step(
     """Seconds of a typical step by phase: means over the middle half of the steps by duration, scaled to the median
     step, so that the phases add up to `step`. NaN without steps.
 
+    A mean over all steps would be dominated by the few that compile, evict or wait for a disk; medians of each phase
+    are robust but do not add up to a step. The middle half is both: outliers are cut off, and its phases are means of
+    the same steps. The exposed communication comes from DDP, which measures other steps, so it is bounded by the
+    backward pass that it is part of.
+
     Args:
-        steps: seconds by phase of each step, as from `phases.split`.
+        steps: seconds by phase of each step, as from `phases.split_steps`.
         exposed: communication that no computation hides; taken out of the backward pass. None if not known.
     """
     if not steps:
@@ -268,11 +274,11 @@ def typical_step(
     }
 
 
-def _note_norms(accelerator: Any, norms: list[Any]) -> None:
+def _note_norms(accelerator: Any, norms: list[torch.Tensor | float]) -> None:
     """Keep the norm that each clipping of gradients returns, on the device."""
     clip = accelerator.clip_grad_norm_
 
-    def clip_and_note(*args: Any, **kwargs: Any) -> Any:
+    def clip_and_note(*args: object, **kwargs: object) -> Any:
         norm = clip(*args, **kwargs)
         if norm is not None:
             norms.append(norm.detach() if torch.is_tensor(norm) else norm)
@@ -281,9 +287,7 @@ def _note_norms(accelerator: Any, norms: list[Any]) -> None:
     accelerator.clip_grad_norm_ = clip_and_note
 
 
-def _rank_record(
-    rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: dict[str, Any] | None
-) -> RankRecord:
+def _rank_record(rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: JsonObject | None) -> RankRecord:
     known = {name: None if math.isnan(value) else value for name, value in fields.items()}
     for name in ("top1", "entropy", "load_balancing", "unchanged", "compared"):
         known.pop(name)
@@ -291,7 +295,7 @@ def _rank_record(
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)
 
 
-def _gpus(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
+def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, JsonObject]:
     """Samples by global rank, from each machine's first rank."""
     width, found = len(gpu_sampler.FIELDS), {}
     for sender, block in enumerate(blocks):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.runtime.clock import Clock
 from finetune.runtime.ranks import activity
@@ -50,33 +50,41 @@ class PhaseTimer(TrainerCallback):
         self._clock.mark()
 
     def stop(self) -> list[dict[str, list[float]]]:
-        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split`)."""
+        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split_steps`)."""
         self.on = False
         return self.take()
 
     def take(self) -> list[dict[str, list[float]]]:
-        """The steps since `start` or the last call, between two steps; synchronizes with the device (see `split`)."""
-        return split(self._clock.drain())
+        """The steps since `start` or the last call (see `split_steps`). Call it between steps. It synchronizes."""
+        return split_steps(self._clock.drain())
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self.on:
             self.start()
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         activity.enter("optimizer")
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._mark("optimizer")
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._mark(END)
         activity.enter("between steps", state.global_step)
         # transformers synchronizes right after this, to log its loss, so this costs nothing more.
         if self.on and getattr(control, "should_log", False):
             self.host_lead = self._clock.wait()
 
-    def _timed_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _timed_fetch(self, fetch: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             self._mark(BETWEEN)
             activity.enter("data", self._trainer.state.global_step)
             batches = fetch(*args, **kwargs)
@@ -85,8 +93,8 @@ class PhaseTimer(TrainerCallback):
 
         return call
 
-    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, label: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             if torch.is_grad_enabled():
                 activity.enter(label)
             result = function(*args, **kwargs)
@@ -100,7 +108,7 @@ class PhaseTimer(TrainerCallback):
             self._clock.mark(label)
 
 
-def split(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]]:
+def split_steps(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]]:
     """Seconds of each complete step by phase, one number per interval: several of forward and backward under gradient
     accumulation.
 

@@ -15,20 +15,21 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.markers import derive_markers
-from finetune.engine.model.loading import generate
+from finetune.engine.model.generation import generate
 from finetune.engine.monitoring.metrics import exact_match
 from finetune.engine.sharding import shard
 from finetune.errors import RunError, UserError
 from finetune.runtime import user_code
 from finetune.runtime.command import printable
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import Model, Tokenizer
 from finetune.text import counted
 
-MOST_NEW_TOKENS = 256
+MAX_NEW_TOKENS = 256
 CUT = " ... (cut)"  # after an answer that came to no end within its tokens
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
 SCORE_NAME = re.compile(r"[\w .%@-]{1,40}", re.ASCII)  # in a tag of TensorBoard and in a key of logs
-RESERVED = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "mean_token_accuracy", "entropy")
+RESERVED_NAMES = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "mean_token_accuracy", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Question:
     end: int | None  # the special token that ends the answer, if one does
 
 
-def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
+def questions(rows: Rows, tokenizer: Tokenizer, count: int) -> list[Question]:
     """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
     special = set(tokenizer.added_tokens_decoder)
@@ -59,7 +60,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         start = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
         if start > 1:
             end = int(supervised[-1]) + 1
-            reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+            reference = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=True)
             last = int(ids[end - 1])
             found.append(
                 Question(
@@ -73,7 +74,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     return found
 
 
-def _markers(tokenizer: Any) -> tuple[str, str] | None:
+def _markers(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """What starts a user's and an assistant's turn in the chat template; None if it is not known."""
     try:
         user, assistant = derive_markers(tokenizer, load_template(tokenizer))
@@ -82,7 +83,7 @@ def _markers(tokenizer: Any) -> tuple[str, str] | None:
     return (user.strip(), assistant.strip()) if user.strip() and assistant.strip() else None
 
 
-def _last_message(tokenizer: Any, prompt: list[int], markers: tuple[str, str] | None) -> str:
+def _last_message(tokenizer: Tokenizer, prompt: list[int], markers: tuple[str, str] | None) -> str:
     """The last message of the user in a prompt that the chat template rendered; else the whole prompt. A template may
     begin every prompt with a system message of its own."""
     if markers is not None:
@@ -99,7 +100,7 @@ def _last_message(tokenizer: Any, prompt: list[int], markers: tuple[str, str] | 
 
 
 @activity.during("generating samples")
-def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[tuple[str, bool]]:
+def answers(model: Model, tokenizer: Tokenizer, asked: Sequence[Question]) -> list[tuple[str, bool]]:
     """Greedy answers, in order, on every rank, and whether each came to an end; each rank generates its share."""
     me = distributed.ranks()
     longest = max(question.answer_tokens for question in asked)
@@ -107,7 +108,7 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[tuple
     sharded = shard.is_sharded(model)
     if sharded and len(own) < -(-len(asked) // me.world_size):
         own.append(asked[0].prompt)  # not used: every rank generates as often as the others, which it gathers with
-    most = min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)
+    most = min(longest + SPARE_TOKENS, MAX_NEW_TOKENS)
     stops = {question.end for question in asked if question.end is not None}
     parts = distributed.gather_objects(
         generate(model, tokenizer, own, max_new_tokens=most, stops=stops, with_other_ranks=sharded) if own else []
@@ -118,7 +119,7 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[tuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SampleResult:
     """Answers and what they are worth.
 
     answers:  in the order of the questions
@@ -143,10 +144,12 @@ class Metric:
     """The function that logging.metric names."""
 
     name: str
-    function: Callable[[list[str], list[str]], Any]
+    function: Callable[[list[str], list[str]], object]
 
 
-def examine(model: Any, tokenizer: Any, asked: Sequence[Question], metric: Metric | None = None) -> Result:
+def answer_and_score(
+    model: Model, tokenizer: Tokenizer, asked: Sequence[Question], metric: Metric | None = None
+) -> SampleResult:
     """Have the model answer, and score the answers. Every rank calls it, and gets the same.
 
     Raises:
@@ -157,22 +160,22 @@ def examine(model: Any, tokenizer: Any, asked: Sequence[Question], metric: Metri
     references = [question.reference for question in asked]
     scores = {"exact_match": exact_match(given, references)}
     if metric is not None:
-        scores |= _on_main(metric, given, references)
+        scores |= score_on_main(metric, given, references)
     shown = [
         (question.asked, text if ended else text + CUT, question.reference)
         for question, (text, ended) in zip(asked, generated, strict=True)
     ]
-    return Result(answers=given, shown=shown, scores=scores)
+    return SampleResult(answers=given, shown=shown, scores=scores)
 
 
 @activity.during("running logging.metric")
-def _on_main(metric: Metric, given: list[str], references: list[str]) -> dict[str, float]:
+def score_on_main(metric: Metric, given: list[str], references: list[str]) -> dict[str, float]:
     """The user's scores, computed on rank 0 alone: a metric may start processes or keep counts."""
     found: dict[str, float] | str = {}
     if distributed.ranks().is_main:
         try:
             with user_code.user_errors("logging.metric", metric.name):
-                found = _numbers(metric, metric.function(list(given), list(references)))
+                found = _checked_scores(metric, metric.function(list(given), list(references)))
         except RunError as error:
             found = str(error)
     found = distributed.gather_objects(found)[0]
@@ -181,15 +184,15 @@ def _on_main(metric: Metric, given: list[str], references: list[str]) -> dict[st
     return found
 
 
-def _numbers(metric: Metric, value: Any) -> dict[str, float]:
+def _checked_scores(metric: Metric, value: Any) -> dict[str, float]:
     """What a metric returned, by name: a number has the name of the function."""
     if not isinstance(value, Mapping):
         value = {metric.name.rpartition(":")[2]: value}
     for name, number in value.items():
-        if not isinstance(name, str) or not SCORE_NAME.fullmatch(name) or name in RESERVED:
+        if not isinstance(name, str) or not SCORE_NAME.fullmatch(name) or name in RESERVED_NAMES:
             raise RunError(
                 f"logging.metric: {metric.name} returned a value named {name!r}. Names are letters, digits, spaces and"
-                f" _ . - % @, at most 40, and none of {', '.join(RESERVED)}."
+                f" _ . - % @, at most 40, and none of {', '.join(RESERVED_NAMES)}."
             )
         if isinstance(number, str) or not hasattr(number, "__float__"):
             raise RunError(
@@ -199,16 +202,16 @@ def _numbers(metric: Metric, value: Any) -> dict[str, float]:
     return {name: float(number) for name, number in value.items()}
 
 
-def table(before: Result, after: Result, count: int = 3) -> Table:
+def table(before: SampleResult, after: SampleResult, count: int = 3) -> Table:
     """The first few questions with the model's answers before and after training."""
     shown = Table(title="The model's own answers to held-out prompts", title_justify="left", show_lines=True)
     for column in ("prompt", "right answer", "before training", "after training"):
         shown.add_column(column, overflow="fold")
     for (prompt, early, right), (_, late, _) in list(zip(before.shown, after.shown, strict=True))[:count]:
-        shown.add_row(*(Text(_shortened(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
+        shown.add_row(*(Text(_shorten(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
     return shown
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     shown = printable(text)
     return shown if len(shown) < 400 else shown[:400] + " ..."

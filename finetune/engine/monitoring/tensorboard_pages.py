@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.engine.monitoring.monitor import RankRecord
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
@@ -27,13 +28,13 @@ COLORS = {  # of the phases, from the color-blind safe palette of Okabe and Ito
 HPARAM_METRICS = ("eval_loss", "tokens_per_gpu", "mfu", "fullest", "hours")
 
 
-def layout() -> dict[str, dict[str, list[Any]]]:
+def layout() -> dict[str, dict[str, list[object]]]:
     """The charts of the custom-scalars tab, in the order of the questions that a user asks.
 
     The same for every run and world size, or TensorBoard would show charts twice when runs are compared.
     """
 
-    def lines(*names: str) -> list[Any]:
+    def lines(*names: str) -> list[object]:
         # A tag is a regular expression here.
         tags = [re.escape(BY_NAME[name].tag).replace(r"\{n\}", r"\d+").replace(r"\{name\}", ".+") for name in names]
         return ["Multiline", [one + "$" for one in tags]]
@@ -80,7 +81,7 @@ def layout() -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def cell(value: Any, longest: int = LONGEST_SAMPLE) -> str:
+def cell(value: object, longest: int = LONGEST_SAMPLE) -> str:
     """A value as one cell of a Markdown table: nothing in it is markup, and it stays on one line."""
     text = str(value)
     text = text if len(text) <= longest else text[:longest] + " ..."
@@ -89,14 +90,14 @@ def cell(value: Any, longest: int = LONGEST_SAMPLE) -> str:
     return re.sub(r"\r\n?|\n", "<br>", text)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table. Cells are escaped."""
     lines = [" | ".join(header), "|".join(["---"] * len(header))]
     lines += [" | ".join(cell(value) for value in row) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]], *, include_rows: bool) -> str:
+def data_page(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject], *, include_rows: bool) -> str:
     """What happened to the rows of each split.
 
     Args:
@@ -108,7 +109,7 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
     def shares(name: str, of: str) -> list[str]:
         return [f"{one[name]:,} ({one[name] / max(one[of], 1):.0%})" for one in each]
 
-    rows: list[list[Any]] = [["rows read", *(f"{one['rows_read']:,}" for one in each)]]
+    rows: list[list[object]] = [["rows read", *(f"{one['rows_read']:,}" for one in each)]]
     for reason in sorted({reason for one in each for reason in one["dropped"]}):
         counts = [one["dropped"].get(reason, 0) for one in each]
         part = [f"{n:,} ({n / max(one['rows_read'], 1):.0%})" for n, one in zip(counts, each, strict=True)]
@@ -135,19 +136,21 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
     return page
 
 
-def facts_page(facts: dict[str, Any]) -> str:
+def facts_page(facts: JsonObject) -> str:
     """Facts of the run as a two-column table; nested ones are joined with dots."""
-    return table(["", "value"], flat(facts))
+    return table(["", "value"], flatten(facts))
 
 
-def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(tree: object, prefix: str = "") -> list[tuple[str, object]]:
     """(dotted name, value) of a tree of dicts; lists stay values."""
     if isinstance(tree, dict):
-        return [pair for key, value in tree.items() for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))]
+        return [
+            pair for key, value in tree.items() for pair in flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
     return [(prefix, tree)]
 
 
-def configuration_page(config: dict[str, Any], given: Iterable[str]) -> str:
+def configuration_page(config: JsonObject, given: Iterable[str]) -> str:
     """What was set, then everything else.
 
     Args:
@@ -155,7 +158,7 @@ def configuration_page(config: dict[str, Any], given: Iterable[str]) -> str:
         given: dotted names that the user wrote.
     """
     given = set(given)
-    pairs = flat(config)
+    pairs = flatten(config)
     chosen = [pair for pair in pairs if pair[0] in given]
     others = [pair for pair in pairs if pair[0] not in given]
     return "\n\n".join(
@@ -168,7 +171,7 @@ def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
     return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
 
 
-def hyperparameters(first: dict[str, float], others: dict[str, Any]) -> list[Any]:
+def hyperparameters(first: dict[str, float], others: JsonObject) -> list[object]:
     """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)
 
     Args:
@@ -202,7 +205,7 @@ def _with_content(summary: Any, **content: Any) -> Any:
     return summary
 
 
-def session_end(*, succeeded: bool) -> Any:
+def session_end(*, succeeded: bool) -> object:
     """The summary that ends the run's row in HPARAMS."""
     from tensorboard.plugins.hparams import metadata
     from torch.utils.tensorboard.summary import hparams
@@ -230,7 +233,7 @@ def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
             width = 700 * (getattr(rank, name) or 0.0) / longest
             draw.rectangle((x, y, x + width, y + 28), fill=COLORS[name])
             x += width
-        draw.text((x + 6, y + 6), seconds(rank.step or 0.0), fill="black", font_size=15)
+        draw.text((x + 6, y + 6), format_seconds(rank.step or 0.0), fill="black", font_size=15)
     for place, name in enumerate(PHASES):
         x, y = 80 + 135 * place, image.height - 28
         draw.rectangle((x, y, x + 12, y + 12), fill=COLORS[name])
@@ -238,7 +241,7 @@ def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
     return np.asarray(image)
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A duration for people."""
     if not math.isfinite(value):
         return "?"

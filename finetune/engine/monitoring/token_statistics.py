@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from finetune.data import IGNORE_INDEX
+from finetune.runtime.types import JsonObject
 
 CHUNK = 512  # tokens whose distribution is computed at a time: 300 MB in float32 at a vocabulary of 150,000
 
@@ -21,7 +21,7 @@ class TokenStatistics:
     is_top1: torch.Tensor  # whether the label is the likeliest token
 
 
-def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
+def from_outputs(outputs: object, labels: torch.Tensor) -> TokenStatistics | None:
     """The statistics of a forward pass: from the fused head's own values or from the logits; None if it has neither.
 
     Args:
@@ -33,10 +33,10 @@ def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
     logits = getattr(outputs, "logits", None)
     if not torch.is_tensor(logits) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
         return None  # Unsloth's fused loss leaves no logits
-    return _of_logits(logits.detach()[:, :-1], labels[:, 1:])
+    return _from_logits(logits.detach()[:, :-1], labels[:, 1:])
 
 
-def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
+def _from_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
     supervised = targets != IGNORE_INDEX
     chosen, wanted = logits[supervised], targets[supervised]
     columns: list[list[torch.Tensor]] = [[], [], []]
@@ -49,7 +49,7 @@ def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
     return TokenStatistics(*(zeros.masked_scatter(supervised, torch.cat(one)) for one in columns))
 
 
-def document_losses(found: TokenStatistics, inputs: dict[str, Any]) -> torch.Tensor:
+def document_losses(found: TokenStatistics, inputs: JsonObject) -> torch.Tensor:
     """Mean loss of each document that has supervised tokens, in nats, float32 [documents].
 
     Args:

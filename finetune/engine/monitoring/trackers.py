@@ -8,7 +8,7 @@ single ranks are in TensorBoard and ranks.jsonl only.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -19,6 +19,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.runtime.command import printable, warn
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import METRICS
+from finetune.runtime.types import JsonObject
 
 # Usage statistics that the services' own libraries send, beside what they are asked to log.
 _NO_TELEMETRY = {
@@ -35,7 +36,7 @@ _UNPREFIXED = frozenset(("azure_ml", "dagshub", "dvclive", "mlflow"))
 _RENAMED = frozenset(metric.name for metric in METRICS if metric.logged)
 
 
-def callbacks(names: Sequence[str]) -> list[TrainerCallback]:
+def tracker_callbacks(names: Sequence[str]) -> list[TrainerCallback]:
     """The trackers' callbacks, on rank 0; on other ranks there are none.
 
     Raises:
@@ -45,21 +46,21 @@ def callbacks(names: Sequence[str]) -> list[TrainerCallback]:
         return []
     found = []
     for name in names:
-        no_telemetry()
+        disable_telemetry()
         try:
             found.append(integration_utils.INTEGRATION_TO_CALLBACK[name]())
         except Exception as error:  # of a library of the service
-            raise _refusal(name, error) from error
+            raise _unusable_error(name, error) from error
     return found
 
 
-def no_telemetry() -> None:
+def disable_telemetry() -> None:
     """Switch the services' usage statistics off, unless the user has set the variables."""
     for variable, value in _NO_TELEMETRY.items():
         os.environ.setdefault(variable, value)
 
 
-def adopt(given: Sequence[TrainerCallback], reported: dict[str, float]) -> list[Tracker]:
+def wrap_trackers(given: Sequence[TrainerCallback], reported: dict[str, float]) -> list[Tracker]:
     """Take over the trackers among a trainer's callbacks: see `Tracker`.
 
     Args:
@@ -80,13 +81,13 @@ class Tracker:
     def __init__(self, name: str, callback: TrainerCallback, reported: dict[str, float]) -> None:
         self.name, self.callback, self._reported = name, callback, reported
         self._begun = self._failed = False
-        self._ending: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._ending: tuple[tuple[object, ...], JsonObject] | None = None
         self._methods = {event: getattr(callback, event) for event in EVENTS}
         for event in EVENTS:
             setattr(callback, event, self._passing(event))
 
-    def _passing(self, event: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
+    def _passing(self, event: str) -> Callable[..., None]:
+        def call(*args: object, **kwargs: Any) -> None:
             if event == "on_train_end":
                 self._ending = (args, kwargs)
             elif event == "on_log":
@@ -96,7 +97,7 @@ class Tracker:
 
         return call
 
-    def _completed(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, logs: JsonObject) -> JsonObject:
         """The trainer's logs with the figures of TensorBoard, if they are a record or an evaluation of the run. Their
         names get their `train/` or `eval/` here if the callback does not add it."""
         is_record = "loss" in logs or any(key in logs for key in self._reported)
@@ -104,7 +105,7 @@ class Tracker:
         logs = logs | self._reported if is_record else logs
         return integration_utils.rewrite_logs(logs) if self.name in _UNPREFIXED else logs
 
-    def _call(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def _call(self, event: str, *args: object, **kwargs: object) -> None:
         if self._failed:
             return
         try:
@@ -114,7 +115,7 @@ class Tracker:
             raise
         except Exception as error:
             if not self._begun:
-                raise _refusal(self.name, error) from error
+                raise _unusable_error(self.name, error) from error
             self._failed = True
             why = printable(" ".join(describe(error).split()))[:300]
             warn(f"{self.name} failed ({why}). The training continues without it; TensorBoard's files are complete.")
@@ -128,7 +129,7 @@ class Tracker:
             self._call("on_train_end", *args, **kwargs)
 
 
-def _refusal(name: str, error: Exception) -> RunError:
+def _unusable_error(name: str, error: Exception) -> RunError:
     text = " ".join(describe(error).split())[:300].rstrip(".")
     return RunError(
         f"logging.report_to: {name} cannot be used here: {text}. Log in, choose its offline mode (docs/tracking.md), "

@@ -24,7 +24,7 @@ _SIGNED = "exp_avg"
 _CODES, SCALES = "codes", "scales"
 
 
-def is_used(optimizer: Any) -> bool:
+def is_used(optimizer: object) -> bool:
     """Whether this is torchao's AdamW8bit, inside accelerate's wrapper if there is one."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__ == "AdamW8bit"
 
@@ -40,7 +40,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 # --- codes and numbers ------------------------------------------------------------------------------------------------
 
 
-def encoded(state: torch.Tensor, name: str) -> torch.Tensor:
+def encode(state: torch.Tensor, name: str) -> torch.Tensor:
     """A rank's part of a state as torchao keeps a part of that size: in codes, or as numbers.
 
     What once was in codes of the same blocks becomes the same codes. torchao's own function would not do: the table of
@@ -51,7 +51,7 @@ def encoded(state: torch.Tensor, name: str) -> torch.Tensor:
         name: of the state, such as "exp_avg".
     """
     if not has_codes(state.numel()):
-        return decoded(state)
+        return decode(state)
     if _is_in_codes(state):
         return state
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
@@ -65,22 +65,22 @@ def encoded(state: torch.Tensor, name: str) -> torch.Tensor:
     return made
 
 
-def decoded(state: torch.Tensor) -> torch.Tensor:
+def decode(state: torch.Tensor) -> torch.Tensor:
     """The numbers of a state in codes, in float32; other tensors as they are."""
     return state.dequantize() if _is_in_codes(state) else state  # type: ignore[operator]
 
 
-def rows_of(state: torch.Tensor, first: int, end: int) -> torch.Tensor:
+def slice_rows(state: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """Rows of a whole state: its codes if they are whole blocks, else numbers."""
     row = math.prod(state.shape[1:])
     if not _is_in_codes(state) or row % BLOCK:
-        return decoded(state)[first:end]
+        return decode(state)[first:end]
     whole: Any = state
     scale = whole.scale[first * row // BLOCK : end * row // BLOCK]
     return type(whole)(whole.codes[first:end], scale, whole.qmap, whole.signed)
 
 
-def of_codes(codes: torch.Tensor, scales: torch.Tensor, name: str) -> torch.Tensor:
+def from_codes(codes: torch.Tensor, scales: torch.Tensor, name: str) -> torch.Tensor:
     """A state of these codes and scales."""
     made = _zeros(codes.shape, name, codes.device)
     made.codes.copy_(codes)
@@ -108,34 +108,34 @@ def to_files(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
         key: of the state, such as "3.exp_avg".
     """
     if not isinstance(state, DTensor) or not state.dim():
-        return {key: decoded(state)}
+        return {key: decode(state)}
     local: Any = state.to_local()
     row = math.prod(state.shape[1:])
-    kinds = {has_codes(rows * row) for rows in _parts(state.shape[0], state.device_mesh.size())}
+    kinds = {has_codes(rows * row) for rows in _rows_per_rank(state.shape[0], state.device_mesh.size())}
     if kinds == {False}:
         return {key: state}
     if kinds == {True} and row % BLOCK == 0:
         empty = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)  # of a rank without rows
         codes, scales = (local.codes, local.scale) if local.numel() else (empty, empty.float())
         scales = scales.view(local.shape[0], row // BLOCK)
-        return {f"{key}.{_CODES}": _split(codes, state), f"{key}.{SCALES}": _split(scales, state)}
-    return {key: _split(decoded(local).float(), state)}
+        return {f"{key}.{_CODES}": _to_dtensor(codes, state), f"{key}.{SCALES}": _to_dtensor(scales, state)}
+    return {key: _to_dtensor(decode(local).float(), state)}
 
 
-def _parts(rows: int, ranks: int) -> list[int]:
+def _rows_per_rank(rows: int, ranks: int) -> list[int]:
     """Rows of each rank that has any."""
     each = math.ceil(rows / ranks)
     return [min(each, rows - first) for first in range(0, rows, each)]
 
 
-def _split(local: torch.Tensor, like: DTensor) -> DTensor:
+def _to_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     """This rank's rows as a DTensor of as many rows as `like`."""
     shape = torch.Size((like.shape[0], *local.shape[1:]))
     stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
     return DTensor.from_local(local, like.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-def key_of_codes(key: str) -> str | None:
+def codes_state_key(key: str) -> str | None:
     """The state that a tensor of codes in a file belongs to; None for other tensors."""
     return key.removesuffix(f".{_CODES}") if key.endswith(f".{_CODES}") else None
 

@@ -9,7 +9,7 @@ the expected value.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack, errors_only
 from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 
 FLOAT32, STOCHASTIC, NONE = "float32", "stochastic", "none"
 # Share of the smallest GPU that float32 weights may take with their gradients and optimizer state: the rest is for
@@ -31,7 +32,7 @@ SHARE = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class WeightPrecision:
     """How trained weights are kept: float32, stochastic or none (rounded to nearest in 16 bits)."""
 
     kind: str
@@ -42,7 +43,7 @@ class Choice:
         return asdict(self)
 
 
-def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
+def choose(config: Config, stack: Stack, dtype: torch.dtype) -> WeightPrecision:
     """The configured precision of the trained weights; `auto` from the model's size and the smallest GPU of the run,
     never from the number of GPUs. Every rank calls it.
 
@@ -55,20 +56,20 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
     asked = config.training.master_weights
     instead = "" if asked in ("auto", FLOAT32) else f", so training.master_weights: {asked} does not apply"
     if dtype == torch.float32:
-        return Choice(kind=FLOAT32, reason=f"the model computes in float32{instead}")
+        return WeightPrecision(kind=FLOAT32, reason=f"the model computes in float32{instead}")
     if dtype == torch.float16:
-        return Choice(kind=FLOAT32, reason=f"float16 gradients need float32 weights{instead}")
+        return WeightPrecision(kind=FLOAT32, reason=f"float16 gradients need float32 weights{instead}")
     if asked != "auto":
-        return Choice(kind=asked, reason="set by training.master_weights")
+        return WeightPrecision(kind=asked, reason="set by training.master_weights")
     if stack.device == "cpu":
-        return Choice(kind=FLOAT32, reason="on a CPU")
+        return WeightPrecision(kind=FLOAT32, reason="on a CPU")
     if not config.model.full_finetuning:
-        return Choice(kind=FLOAT32, reason="an adapter is small")
+        return WeightPrecision(kind=FLOAT32, reason="an adapter is small")
     memory = min(one for one in distributed.gather_objects(hardware.probe().memory_gib) if one is not None)
-    return by_size(config, memory, parameters(config))
+    return choose_by_size(config, memory, count_parameters(config))
 
 
-def by_size(config: Config, memory: float, count: int | None) -> Choice:
+def choose_by_size(config: Config, memory: float, count: int | None) -> WeightPrecision:
     """What `auto` chooses for full fine-tuning of a 16-bit model.
 
     Args:
@@ -79,11 +80,11 @@ def by_size(config: Config, memory: float, count: int | None) -> Choice:
         UserError: it is stochastic rounding, which the optimizer does not have.
     """
     if count is None:
-        return Choice(kind=FLOAT32, reason="the model's size is not known before it is loaded")
+        return WeightPrecision(kind=FLOAT32, reason="the model's size is not known before it is loaded")
     needed = count * bytes_per_weight(config.training.optim) / 2**30
     sizes = f"weights, gradients and optimizer state take {needed:.1f} of {memory:.1f} GiB in float32"
     if needed <= SHARE * memory:
-        return Choice(kind=FLOAT32, reason=sizes)
+        return WeightPrecision(kind=FLOAT32, reason=sizes)
     if config.training.optim not in STOCHASTIC_OPTIMIZERS:
         raise UserError(
             f"training.optim is {config.training.optim}, which cannot round stochastically, and {sizes}: more than "
@@ -91,27 +92,27 @@ def by_size(config: Config, memory: float, count: int | None) -> Choice:
             "training.master_weights to float32 (with training.strategy: shard, each GPU holds a part), or to none, "
             "which loses small updates."
         )
-    return Choice(kind=STOCHASTIC, reason=f"{sizes}, more than {SHARE:.0%} of the smallest GPU")
+    return WeightPrecision(kind=STOCHASTIC, reason=f"{sizes}, more than {SHARE:.0%} of the smallest GPU")
 
 
-def decided(config: Config, memory: float | None, count: int) -> Config:
+def resolve_auto(config: Config, memory: float | None, count: int) -> Config:
     """The configuration with what `auto` becomes on GPUs of `memory` GiB, for a model of `count` parameters."""
     training, model = config.training, config.model
     if training.master_weights != "auto":
         return config
     kind: Any = FLOAT32
     if model.full_finetuning and memory is not None and model.dtype not in ("float32", "float16"):
-        kind = by_size(config, memory, count).kind
+        kind = choose_by_size(config, memory, count).kind
     return replace(config, training=replace(training, master_weights=kind))
 
 
 def bytes_per_weight(optimizer: str) -> float:
     """Memory per trained float32 weight: itself, its gradient, the optimizer's state, and a copy in 16 bits that
     autocast keeps from the forward to the backward pass."""
-    return 4 + 4 + state_bytes.per_weight(optimizer, 4) + 2
+    return 4 + 4 + state_bytes.state_bytes_per_weight(optimizer, 4) + 2
 
 
-def parameters(config: Config) -> int | None:
+def count_parameters(config: Config) -> int | None:
     """Number of the model's parameters, tied ones once, from its configuration; None if it cannot be built from that
     alone."""
     from accelerate import init_empty_weights
@@ -139,7 +140,7 @@ def stored_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if in_float32 else dtype
 
 
-def widen(model: Any, kind: str, full: bool) -> None:
+def widen(model: Model, kind: str, full: bool) -> None:
     """Turn trained 16-bit weights into float32, if that is how they are kept. Adapters are already; what else may be
     trained beside them (`modules_to_save`, biases) is not. The kernels of norms take weights of one
     dtype, so a norm of which only the bias is trained becomes float32 as a whole.
@@ -158,14 +159,14 @@ def widen(model: Any, kind: str, full: bool) -> None:
         narrow = [one for one in trained if one.dtype in (torch.bfloat16, torch.float16)]
         is_norm = all(one.ndim == 1 for one in own)
         if narrow:
-            model.widened_from = narrow[0].dtype
+            model.widened_from = narrow[0].dtype  # type: ignore[attr-defined]
         for parameter in own if narrow and is_norm else narrow:
             parameter.data = parameter.data.float()
         if (narrow or (full and trained)) and not isinstance(module, torch.nn.Linear):
             module.register_forward_hook(_in_autocast_dtype)
 
 
-def autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
+def autocast(model: Model) -> contextlib.AbstractContextManager[object]:
     """For the forward passes of a model outside the trainer, such as in generation: autocast if `widen` has changed a
     part of it, which would not accept the activations of the rest."""
     dtype = getattr(model, "widened_from", None)
@@ -174,7 +175,7 @@ def autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(next(model.parameters()).device.type, dtype)
 
 
-def _in_autocast_dtype(module: torch.nn.Module, given: Any, output: Any) -> Any:
+def _in_autocast_dtype(module: torch.nn.Module, given: object, output: object) -> torch.Tensor | None:
     """Forward hook: a float32 output in the dtype of autocast, where that is on."""
     if not (torch.is_tensor(output) and output.dtype == torch.float32):
         return None
@@ -182,7 +183,7 @@ def _in_autocast_dtype(module: torch.nn.Module, given: Any, output: Any) -> Any:
     return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
-def saved_dtype(model: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+def saved_dtype(model: Model, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a tensor in the files of a model in `dtype`: that, unless transformers keeps it in float32 (such as
     the correction of a router's scores) or it has no fractions."""
     in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -190,20 +191,20 @@ def saved_dtype(model: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype)
     return tensor.dtype if keeps else dtype
 
 
-def saved_state(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def saved_state(model: Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of a model in `dtype`, on the host, rounded as `rounding` does; what is one tensor in the model stays
     one."""
-    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    made: dict[tuple[object, ...], torch.Tensor] = {}
     found = {}
     for name, one in model.state_dict().items():
         place = one.data_ptr(), one.shape, one.dtype
         if place not in made:
-            made[place] = rounding.rounded(one.cpu(), saved_dtype(model, name, one, dtype), name)
+            made[place] = rounding.round_to(one.cpu(), saved_dtype(model, name, one, dtype), name)
         found[name] = made[place]
     return found
 
 
-def rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
+def count_rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Number of trained weights that have 16 bits."""
     sixteen = (torch.bfloat16, torch.float16)
     return sum(one.numel() for one in parameters if one.requires_grad and one.dtype in sixteen)
@@ -212,7 +213,7 @@ def rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
 # --- stochastic rounding ----------------------------------------------------------------------------------------------
 
 
-def rounding_optimizer(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+def rounding_optimizer(kind: type, settings: JsonObject) -> tuple[type, JsonObject]:
     """The class and arguments of the optimizer that rounds stochastically, for those of torch's AdamW or of torchao's
     AdamW8bit.
 
@@ -242,7 +243,7 @@ def _rounding_adamw() -> type:
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
             return torch.zeros_like(p, dtype=torch.float32)
 
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        def load_state_dict(self, state_dict: JsonObject) -> None:
             groups = [
                 {**one, "lr": torch.as_tensor(one["lr"])} for one in state_dict["param_groups"]
             ]  # as torchao asks
@@ -256,7 +257,7 @@ def _rounding_adamw() -> type:
     return RoundingAdamW
 
 
-def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> None:
+def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Callable[[], int]) -> None:
     """Round with random numbers that depend on the seed and the step alone: all ranks of DDP round alike, a resumed run
     as the first one, and dropout draws the numbers that it would draw without rounding.
 
@@ -265,11 +266,11 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
     """
     kept: list[Any] = []
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         kept[:] = [torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None]
         torch.manual_seed((seed * 1_000_003 + step()) % 2**32)  # the generator of a CPU ignores higher bits
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         torch.set_rng_state(kept[0])
         if kept[1] is not None:
             torch.cuda.set_rng_state(kept[1])
@@ -283,7 +284,7 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
 SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 2**14  # at most, and of each; a few kernels per tensor at logging steps
 
 
-class Sample:
+class WeightSample:
     """A sample of the trained weights just before an optimizer step, to count those that the step leaves unchanged.
     Weights without a gradient, such as the embeddings of absent tokens, are not counted. Stays on the device."""
 
@@ -307,16 +308,16 @@ def _strided(tensor: Any) -> torch.Tensor:
     return flat[:: -(-flat.numel() // SAMPLED_NUMBERS)]
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # --- what a run says about it -----------------------------------------------------------------------------------------
 
 
-def warning(model: Any, choice: Choice, learning_rate: float) -> str | None:
+def lost_updates_warning(model: Model, choice: WeightPrecision, learning_rate: float) -> str | None:
     """A sentence if updates are lost: trained weights in 16 bits that are rounded to nearest."""
-    if choice.kind != NONE or not (count := rounded(model.parameters())):
+    if choice.kind != NONE or not (count := count_rounded(model.parameters())):
         return None
     return (
         f"{count:,} trained weights have 16 bits and are rounded to nearest (master_weights: none; {choice.reason}). "

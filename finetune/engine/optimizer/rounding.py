@@ -15,7 +15,7 @@ import torch
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's fraction
 
 
-def stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> torch.Tensor:
+def round_stochastically(exact: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> torch.Tensor:
     """float32 weights in 16 bits. A number that 16 bits can hold stays as it is.
 
     The random numbers depend on the seed and the tensor's name alone, not on the files, the order of tensors, the
@@ -31,7 +31,7 @@ def stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0
     return torch.where(exact.isfinite(), found, exact).to(dtype)
 
 
-def rounded(trained: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def round_to(trained: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Trained weights in the dtype that they are saved in: stochastically if float32 becomes 16 bits."""
     narrows = trained.dtype == torch.float32 and dtype in DROPPED_BITS
-    return stochastic(trained, dtype, name) if narrows else trained.to(dtype)
+    return round_stochastically(trained, dtype, name) if narrows else trained.to(dtype)

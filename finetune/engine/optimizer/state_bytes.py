@@ -8,16 +8,16 @@ STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "adamw_torch_8bit": 2, "sgd"
 # (torchao/optim/adam.py, `_new_buffer`).
 IN_8_BITS = "adamw_torch_8bit"
 BLOCK = 256  # numbers
-LEAST = 4096  # numbers
+MIN_NUMBERS = 4096  # numbers
 _TABLE_BYTES = 4 * 256  # of each tensor: what its codes stand for
 
 
 def has_codes(numbers: int) -> bool:
     """Whether torchao keeps a state of that many numbers in codes of 8 bits."""
-    return numbers >= LEAST and numbers % BLOCK == 0
+    return numbers >= MIN_NUMBERS and numbers % BLOCK == 0
 
 
-def of_number(optimizer: str, each: int, weights: str) -> int:
+def bytes_per_number(optimizer: str, each: int, weights: str) -> int:
     """Bytes of a number in a state that is not in codes, of a weight of `each` bytes.
 
     Args:
@@ -26,7 +26,7 @@ def of_number(optimizer: str, each: int, weights: str) -> int:
     return 4 if weights == "stochastic" and optimizer != IN_8_BITS else each
 
 
-def of_part(optimizer: str, numbers: int, each: int) -> int | None:
+def optimizer_state_bytes(optimizer: str, numbers: int, each: int) -> int | None:
     """Bytes of a rank's part of a weight, with that many numbers of `each` bytes; None if it is not known."""
     if optimizer not in STATES:
         return None
@@ -34,6 +34,6 @@ def of_part(optimizer: str, numbers: int, each: int) -> int | None:
     return STATES[optimizer] * (numbers + 4 * (numbers // BLOCK) + _TABLE_BYTES if in_codes else numbers * each)
 
 
-def per_weight(optimizer: str, each: int) -> float:
+def state_bytes_per_weight(optimizer: str, each: int) -> float:
     """Bytes per number of a large weight that has `each`; as of Adam if it is not known."""
     return STATES.get(optimizer, 2) * (1 + 4 / BLOCK if optimizer == IN_8_BITS else each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,9 +14,10 @@ from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.engine.sharding import shard
 from finetune.errors import RunError
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import Model
 
 
-def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
+def save_model(model: Model, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
     """Write the model, or its adapter, as `save_pretrained` would. Every rank calls it.
 
     Args:
@@ -41,20 +41,20 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_ch
     distributed.barrier()
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
+def weights(model: Model) -> dict[str, torch.Tensor]:
     """The tensors of a model's files, by their names there: tied weights once."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
         owner = id(parameters.get(name, tensor))
-        if owner not in seen and name not in (model._keys_to_ignore_on_save or ()):
+        if owner not in seen and name not in (getattr(model, "_keys_to_ignore_on_save", None) or ()):
             found[name] = tensor
             seen.add(owner)
     return found
 
 
-def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def _save_config(model: Model, folder: Path, dtype: torch.dtype) -> None:
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a subclass
     model.config.save_pretrained(folder)
@@ -62,14 +62,14 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _save_adapter(model: Any, folder: Path) -> None:
+def _save_adapter(model: Model, folder: Path) -> None:
     """An adapter is small: rank 0 keeps it whole on its host, one gathered tensor after the other."""
     kept: dict[str, torch.Tensor] = {}
-    own: list[int] = []  # elements other than zero in this rank's part of each tensor
+    own: list[int] = []  # nonzero elements in this rank's part of each tensor
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
             own.append(int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).count_nonzero()))
-            gathered = shard.whole(tensor.detach())
+            gathered = shard.gather_full(tensor.detach())
             if distributed.ranks().is_main:
                 kept[name] = gathered.cpu().contiguous()
     held = distributed.sum_over_ranks(own)
@@ -80,7 +80,7 @@ def _save_adapter(model: Any, folder: Path) -> None:
 
 
 def _nonzero(file: Path) -> int:
-    """Elements other than zero in all tensors of a file."""
+    """Nonzero elements in all tensors of a file."""
     with safe_open(file, "pt") as stored:
         return sum(int(stored.get_tensor(key).count_nonzero()) for key in stored.keys())  # noqa: SIM118
 
@@ -90,33 +90,33 @@ def check_adapter(held: int, stored: int) -> None:
     at zero, in `lora_B` without any error when it is loaded (axolotl issue 3772).
 
     Args:
-        held: elements other than zero, over all ranks.
-        stored: elements other than zero in the file.
+        held: nonzero elements, over all ranks.
+        stored: nonzero elements in the file.
 
     Raises:
         RunError: on every rank.
     """
     if held != stored:
         raise RunError(
-            f"the adapter is saved whole: the ranks hold {held:,} elements other than zero, the file {stored:,}. The "
-            "last complete checkpoint is not affected; resume from it with training.strategy: ddp."
+            f"the saved adapter is incomplete: the ranks hold {held:,} nonzero elements, the file {stored:,}. The last "
+            "complete checkpoint is not affected; resume from it with training.strategy: ddp."
         )
 
 
-def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_through_transformers(model: Model, folder: Path, dtype: torch.dtype | None) -> None:
     """Models whose files have other tensors than the model: transformers converts them, whole on rank 0's host."""
     kept = {}
     for name, tensor in model.state_dict().items():
-        gathered = shard.whole(tensor)
+        gathered = shard.gather_full(tensor)
         if distributed.ranks().is_main:
             if dtype is not None:
-                gathered = rounding.rounded(gathered.cpu(), saved_dtype(model, name, gathered, dtype), name)
+                gathered = rounding.round_to(gathered.cpu(), saved_dtype(model, name, gathered, dtype), name)
             kept[name] = gathered.cpu()
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
 
 
-def load_model(model: Any, checkpoint: Path) -> None:
+def load_model(model: Model, checkpoint: Path) -> None:
     """Read the weights of a checkpoint, or its adapter, into a sharded model: each rank its part.
 
     Raises:
@@ -136,4 +136,4 @@ def load_model(model: Any, checkpoint: Path) -> None:
                 f"{checkpoint} does not fit the sharded model: {name} is missing or has another shape. Resume with "
                 "training.strategy: ddp, or start a new run."
             )
-        tensor_files.copy_into(target, stored.like(name, target))
+        tensor_files.copy_into(target, stored.read_like(name, target))

@@ -31,7 +31,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def remember(module: nn.Module, gathered_in: torch.dtype | None) -> None:
+def record_digests(module: nn.Module, gathered_in: torch.dtype | None) -> None:
     """Keep the digests of a unit's frozen weights, right before it is sharded.
 
     Args:
@@ -44,8 +44,8 @@ def remember(module: nn.Module, gathered_in: torch.dtype | None) -> None:
     }
 
 
-def changed(model: nn.Module) -> tuple[str, ...]:
-    """Names of the frozen weights whose bytes are others once gathered. Every rank calls it: it gathers each unit."""
+def changed_weights(model: nn.Module) -> tuple[str, ...]:
+    """Names of the frozen weights whose bytes change when gathered. Every rank calls it: it gathers each unit."""
     wrong = []
     units: list[tuple[str, Any]] = [(name, one) for name, one in model.named_modules() if isinstance(one, FSDPModule)]
     for prefix, unit in units:

@@ -1,20 +1,20 @@
-"""Bytes that a rank holds of a sharded model: predicted from the shapes of its parameters, and counted."""
+"""A rank's memory for a sharded model, in bytes: predicted from the shapes of its parameters, and counted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from finetune.engine.optimizer import eight_bit, state_bytes
+from finetune.runtime.types import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankMemory:
     """Bytes on one rank, outside of a forward or backward pass. `optimizer` is None if it is not known."""
 
     parameters: int
@@ -22,8 +22,8 @@ class Held:
     optimizer: int | None
 
 
-def predicted(model: Any, world_size: int, optimizer: str, weights: str = "float32") -> Held:
-    """What each rank may hold at most.
+def predicted_bytes(model: Model, world_size: int, optimizer: str, weights: str = "float32") -> RankMemory:
+    """Most memory that a rank may hold.
 
     FSDP2 splits a parameter along its first dimension into parts of ceil(rows / ranks) rows and pads the last one
     (`FSDPParam._init_sharded_param`, torch/distributed/fsdp). Gradients have the same parts in the parameter's type,
@@ -40,29 +40,29 @@ def predicted(model: Any, world_size: int, optimizer: str, weights: str = "float
         if parameter.requires_grad:
             trained += each * row * size
             parts = (each * row, rows % each * row)  # of a rank, and of the last one that has any
-            size = state_bytes.of_number(optimizer, size, weights)
-            states += max(state_bytes.of_part(optimizer, one, size) or 0 for one in parts)
+            size = state_bytes.bytes_per_number(optimizer, size, weights)
+            states += max(state_bytes.optimizer_state_bytes(optimizer, one, size) or 0 for one in parts)
     known = optimizer in state_bytes.STATES
-    return Held(parameters=total, gradients=trained, optimizer=states if known else None)
+    return RankMemory(parameters=total, gradients=trained, optimizer=states if known else None)
 
 
-def held(model: Any, optimizer: Any = None) -> Held:
-    """What this rank holds, by the storages of its tensors. The steps that an optimizer counts are left out."""
+def allocated_bytes(model: Model, optimizer: torch.optim.Optimizer | None = None) -> RankMemory:
+    """Memory on this rank, by the storages of its tensors. An optimizer's step counters are left out."""
     parameters = list(model.parameters())
     state = {} if optimizer is None else optimizer.state
     kept = [one for of_one in state.values() for one in of_one.values() if torch.is_tensor(one) and one.dim() > 0]
-    return Held(
+    return RankMemory(
         parameters=_bytes(parameters),
         gradients=_bytes(one.grad for one in parameters if one.grad is not None),
         optimizer=sum(eight_bit.local_bytes(one) for one in kept),
     )
 
 
-def too_much(found: Held, expected: Held) -> str | None:
-    """What is held beyond the prediction, in words; None if nothing is."""
+def excess(found: RankMemory, expected: RankMemory) -> str | None:
+    """Which of them exceeds the prediction and by what figures, for a message; None if none does."""
     for name, most in vars(expected).items():
         if most is not None and getattr(found, name) > most:
-            return f"{getattr(found, name):,} bytes of {name}, predicted are {most:,}"
+            return f"{getattr(found, name):,} bytes of {name}, predicted {most:,}"
     return None
 
 

@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
+from finetune.runtime.types import Model
 
 
-def prepare(model: nn.Module, device: torch.device) -> int:
+def store_as_float32(model: Model, device: torch.device) -> int:
     """Store the 4-bit weights of `model` as float32, in place, and their scales on `device`. Returns their number.
 
     bitsandbytes finds a weight's state on its module once FSDP2 has replaced the parameter
     (`fix_4bit_weight_quant_state_from_module`).
 
     Raises:
-        UserError: a weight's bytes do not fill whole float32 numbers.
+        UserError: a weight's size is not a multiple of 4 bytes, those of a float32 number.
     """
     found = 0
     for name, module in model.named_modules():
@@ -35,8 +36,8 @@ def prepare(model: nn.Module, device: torch.device) -> int:
         content = packed.data.contiguous().view(torch.uint8).flatten()
         if content.numel() % 4:
             raise UserError(
-                f"training.strategy is shard, and the 4-bit weight of {name} has {content.numel()} bytes, which are no "
-                "whole float32 numbers. Use training.strategy: ddp, or set model.load_in_4bit to false."
+                f"training.strategy is shard, and the 4-bit weight of {name} has {content.numel():,} bytes, not a "
+                "multiple of 4. Use training.strategy: ddp, or set model.load_in_4bit to false."
             )
         state = packed.quant_state
         state.to(device)
@@ -50,7 +51,7 @@ def prepare(model: nn.Module, device: torch.device) -> int:
     return found
 
 
-def mark(model: nn.Module) -> None:
+def restore_quant_states(model: Model) -> None:
     """Give each sharded 4-bit parameter its state again, by which its size is counted."""
     for module in model.modules():
         state, weight = getattr(module, "quant_state", None), module._parameters.get("weight")

@@ -26,19 +26,20 @@ from finetune.engine.sharding import digests, memory_per_rank
 from finetune.errors import UserError
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed
+from finetune.runtime.types import JsonObject, Model
 
 
-def wanted(config: Config) -> bool:
+def is_requested(config: Config) -> bool:
     """Whether this run shards its model. On one rank there is nothing to share."""
     return config.training.strategy == "shard" and distributed.ranks().world_size > 1
 
 
-def is_sharded(model: Any) -> bool:
+def is_sharded(model: Model) -> bool:
     """Whether `apply` has sharded this model."""
-    return isinstance(base_of(model), FSDPModule)
+    return isinstance(base_model(model), FSDPModule)
 
 
-def base_of(model: Any) -> Any:
+def base_model(model: Model) -> Any:
     """The causal language model, inside an adapter's wrapper if there is one: generation calls it directly."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -55,13 +56,13 @@ def policy(dtype: torch.dtype, *, root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def units(model: Any) -> list[tuple[str, nn.Module]]:
+def units(model: Model) -> list[tuple[str, nn.Module]]:
     """Name and module of each unit below the root, in the order of the model.
 
     Raises:
         UserError: the model names no layer class, or has no layer of it.
     """
-    base = base_of(model)
+    base = base_model(model)
     classes = set(getattr(base, "_no_split_modules", None) or ())
     found: list[tuple[str, nn.Module]] = []
     for name, module in base.named_modules():
@@ -102,7 +103,7 @@ def mesh(device: str) -> DeviceMesh:
     return init_device_mesh(device, (distributed.ranks().world_size,))
 
 
-def keep_compiled_code_apart() -> None:
+def separate_compile_caches() -> None:
     """Give each rank its own entries in torch's cache of compiled code, which a sharded optimizer may use.
 
     Without this, ranks share them although their parts have different sizes and devices: the second start of a run
@@ -114,7 +115,7 @@ def keep_compiled_code_apart() -> None:
         config.cache_key_tag = f"{config.cache_key_tag} {own}".strip()
 
 
-def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:
+def apply(model: Model, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:
     """Shard `model` over the ranks of `mesh`, in place. Every rank calls it with the same model; it waits for no other.
 
     Args:
@@ -125,36 +126,36 @@ def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.M
     for _, module in units(model):
         if fill is not None:
             fill(module)
-        digests.remember(module, policy(dtype, root=False).param_dtype)
+        digests.record_digests(module, policy(dtype, root=False).param_dtype)
         module.gathered_by = own = policy(dtype, root=False)  # type: ignore[assignment]  # FSDP2 has no public way to read it
         fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=True)
     if fill is not None:
-        fill(base_of(model))
-    digests.remember(base_of(model), policy(dtype, root=True).param_dtype)
-    base_of(model).gathered_by = own = policy(dtype, root=True)
-    fully_shard(base_of(model), mesh=mesh, mp_policy=own)
+        fill(base_model(model))
+    digests.record_digests(base_model(model), policy(dtype, root=True).param_dtype)
+    base_model(model).gathered_by = own = policy(dtype, root=True)
+    fully_shard(base_model(model), mesh=mesh, mp_policy=own)
 
 
-def fsdp_modules(model: Any) -> Iterator[FSDPModule]:
+def fsdp_modules(model: Model) -> Iterator[FSDPModule]:
     """The units, and the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def reshard(model: Any) -> None:
+def reshard(model: Model) -> None:
     """Free what the root has gathered. After a pass without a backward pass it would keep it, and its parameters would
     not be DTensors."""
     for module in fsdp_modules(model):
         module.reshard()
 
 
-def set_reduction(model: Any, reduces: bool) -> None:
+def set_reduction(model: Model, reduces: bool) -> None:
     """Whether the next backward pass reduces the gradients. If not, each rank keeps its own, unsharded, in float32."""
-    base_of(model).set_requires_gradient_sync(reduces)
+    base_model(model).set_requires_gradient_sync(reduces)
 
 
 def reduces_once(config: Config) -> bool | None:
     """Whether the gradients of a step are reduced in its last backward pass only; None if the model is not sharded."""
-    return would_reduce_once(config) if wanted(config) else None
+    return would_reduce_once(config) if is_requested(config) else None
 
 
 def would_reduce_once(config: Config) -> bool:
@@ -163,7 +164,7 @@ def would_reduce_once(config: Config) -> bool:
     return not config.model.full_finetuning if chosen == "auto" else chosen == "once"
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor gathered on every rank; other tensors as they are. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -214,7 +215,7 @@ class Sharding:
     output_dtype: str
 
 
-def look(model: Any) -> Sharding:
+def inspect(model: Model) -> Sharding:
     """Count what is sharded, on this rank."""
     modules = list(fsdp_modules(model))
     named = list(model.named_parameters())
@@ -233,17 +234,17 @@ def look(model: Any) -> Sharding:
     )
 
 
-def record(model: Any, optimizer: str, weights: str) -> dict[str, Any]:
+def sharding_record(model: Model, optimizer: str, weights: str) -> JsonObject:
     """What run.json has about the sharding of a model; `local_elements` and `parameter_bytes` per rank. Every rank
     calls it before training.
 
     Args:
         optimizer, weights: as `training.optim` and `training.master_weights`.
     """
-    found = look(model)
-    own = found.local_elements, memory_per_rank.held(model).parameters
+    found = inspect(model)
+    own = found.local_elements, memory_per_rank.allocated_bytes(model).parameters
     elements, held = zip(*distributed.gather_objects(own), strict=True)
-    predicted = asdict(memory_per_rank.predicted(model, distributed.ranks().world_size, optimizer, weights))
+    predicted = asdict(memory_per_rank.predicted_bytes(model, distributed.ranks().world_size, optimizer, weights))
     return asdict(found) | {
         "local_elements": list(elements),
         "parameter_bytes": list(held),
@@ -251,5 +252,5 @@ def record(model: Any, optimizer: str, weights: str) -> dict[str, Any]:
     }
 
 
-def _names(found: Any) -> tuple[str, ...]:
+def _names(found: Iterable[object]) -> tuple[str, ...]:
     return tuple(sorted({str(one).removeprefix("torch.") for one in found}))

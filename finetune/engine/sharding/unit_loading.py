@@ -10,24 +10,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from finetune.config import Config
-from finetune.engine import preflight
 from finetune.engine.checkpoint.tensor_files import TensorFiles
+from finetune.engine.preflight import adapter_files
 from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.hooks import Hooks
 from finetune.runtime.ranks import distributed
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def by_unit(config: Config, hooks: Hooks) -> TensorFiles | None:
+
+def loadable_files(config: Config, hooks: Hooks) -> TensorFiles | None:
     """The model's files, if each unit of it can be loaded by itself; else None."""
-    model, folder = config.model, preflight.base_folder(config)
-    if not shard.wanted(config) or hooks.model is not None or folder is None:
+    model, folder = config.model, adapter_files.base_folder(config)
+    if not shard.is_requested(config) or hooks.model is not None or folder is None:
         return None
     if model.load_in_4bit or model.load_in_8bit or model.trust_remote_code:
         return None
@@ -43,10 +46,10 @@ def by_unit(config: Config, hooks: Hooks) -> TensorFiles | None:
     return stored if fits and not any(kept_in_float32) else None
 
 
-def hollow(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+def meta_model(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> PreTrainedModel:
     """The model without memory for its weights: each is one number that is seen at all its places. PEFT can add an
     adapter to it as if the weights were there."""
-    folder = preflight.base_folder(config)
+    folder = adapter_files.base_folder(config)
     assert folder is not None
     model = _on_meta(folder, dtype, attention)
     made: dict[int, nn.Parameter] = {}
@@ -62,12 +65,12 @@ def hollow(config: Config, dtype: torch.dtype, attention: dict[str, str]) -> Any
             module._parameters[name] = made[id(parameter)]
     for key, buffer in _tensors(model).items():
         if not isinstance(buffer, nn.Parameter):
-            buffer.copy_(TensorFiles(folder, "model").whole(key))
+            buffer.copy_(TensorFiles(folder, "model").read_full(key))
     return model.eval()
 
 
-def fill(module: nn.Module, stored: TensorFiles, device: torch.device) -> None:
-    """Give the hollow parameters below `module` their weights, on `device`."""
+def load_unit(module: nn.Module, stored: TensorFiles, device: torch.device) -> None:
+    """Load the weights of a meta model's parameters below `module`, on `device`."""
     found: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
@@ -75,12 +78,12 @@ def fill(module: nn.Module, stored: TensorFiles, device: torch.device) -> None:
             if parameter is None or key is None:
                 continue
             if id(parameter) not in found:
-                weight = stored.whole(key).to(device=device, dtype=parameter.dtype).contiguous()
+                weight = stored.read_full(key).to(device=device, dtype=parameter.dtype).contiguous()
                 found[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
             owner._parameters[name] = found[id(parameter)]
 
 
-def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> Any:
+def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> PreTrainedModel:
     """The model with real buffers, and parameters on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -94,7 +97,7 @@ def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> Any
     return model
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The parameters, tied ones once, and the buffers that are saved, by their names in the model's files."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)
@@ -102,8 +105,8 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def turn(place: int, turns: int) -> Iterator[None]:
-    """The ranks of a machine run the block one after the other.
+def one_rank_at_a_time(place: int, turns: int) -> Iterator[None]:
+    """Run the block on one rank of each machine at a time.
 
     Args:
         place: of this rank, from 0.

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune.engine.monitoring.run_logger import ProgressLines
+from finetune.engine.monitoring.progress import ProgressLines
 
 
 def check(folder: Path, output: str) -> None:

@@ -18,7 +18,7 @@ def test_an_answer_ends_at_every_stop_token(run: Path, copy: Path, tiny_model: P
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
     whole = generator(run)
     (ids,) = [whole.encode(whole.opening(PROMPTS[0]))]
-    from finetune.engine.model.loading import complete
+    from finetune.engine.model.generation import complete
 
     (tokens,) = complete(whole.loaded.model, [ids], whole.generation_config(LONGEST))
     stop = next(token for token in tokens[3:] if token not in tokens[:3])

@@ -19,12 +19,12 @@ from tests.helpers import tiny
 def test_a_run_that_has_not_finished_stands_for_its_newest_complete_checkpoint(copy: Path) -> None:
     record = json.loads((copy / "run.json").read_text())
     (copy / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
-    found = run_artifacts.find(copy)
+    found = run_artifacts.find_trained_model(copy)
     assert found.folder.name == "checkpoint-4" and "interrupted" in str(found.note) and found.base is not None
     (copy / "checkpoint-4" / "adapter_model.safetensors").unlink()
-    assert run_artifacts.find(copy).folder.name == "checkpoint-2"
-    assert run_artifacts.find(copy / "checkpoint-2").note is None
-    assert run_artifacts.find(copy / "checkpoint-2").base_digest == record["settings"]["base weights"]
+    assert run_artifacts.find_trained_model(copy).folder.name == "checkpoint-2"
+    assert run_artifacts.find_trained_model(copy / "checkpoint-2").note is None
+    assert run_artifacts.find_trained_model(copy / "checkpoint-2").base_digest == record["settings"]["base weights"]
 
 
 def truncate(file: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(
 def test_a_run_that_saved_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"status": "failed"}))
     with pytest.raises(UserError, match=r"^nothing is saved in .*: the run is failed, without a final model"):
-        run_artifacts.find(tmp_path)
+        run_artifacts.find_trained_model(tmp_path)
 
 
 def test_code_of_the_run_s_tokenizer_needs_permission(copy: Path, tmp_path: Path, prompts: Path, capsys: Any) -> None:
@@ -123,17 +123,17 @@ def test_which_backend_answers(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     adapter = {"base_model_name_or_path": "BASE"}
-    found = run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=adapter, record={"backend": trained_by})
+    found = run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=adapter, record={"backend": trained_by})
     assert loading.choose_backend(asked_for, found, base) == expected
 
 
 def test_unsloth_is_refused_for_what_it_would_not_load(tmp_path: Path) -> None:
-    full = run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=None)
+    full = run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=None)
     assert loading.choose_backend("auto", full, None) == "transformers"
     with pytest.raises(UserError, match="only supports adapters"):
         loading.choose_backend("unsloth", full, None)
     adapter = {"base_model_name_or_path": "BASE"}
     with pytest.raises(UserError, match=r"names \(BASE\), and --base is elsewhere"):
         loading.choose_backend(
-            "unsloth", run_artifacts.Trained(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere"
+            "unsloth", run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere"
         )

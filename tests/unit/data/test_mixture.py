@@ -20,7 +20,7 @@ from finetune.config import Config, ConfigError, dump_yaml, load
 from finetune.data.ledger import sources_table
 from finetune.data.prepare import Data, Source, prepare, prepare_splits
 from finetune.data.sources import expand
-from finetune.engine.session import check_present
+from finetune.engine.session.opening import check_present
 from finetune.errors import UserError
 from tests.helpers import tiny
 
@@ -251,7 +251,7 @@ def test_missing_files_of_a_mixture_are_found_before_anything_is_loaded(files: d
         entries = f"[{{file: {files['chat']}}}, {{file: missing.jsonl}}]"
         loaded = load(["--model.model_name_or_path", str(files["chat"].parent), *other, f"--data.{key}", entries])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("finetune.engine.preflight.check", lambda _: None)
+            patch.setattr("finetune.engine.preflight.config_checks.check", lambda _: None)
             with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
                 check_present(loaded)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from finetune.config import Config, load
 from finetune.doctor import checks, tested_sets
-from finetune.engine.checkpoint import checkpoints
 from tests.helpers.doctor import config_file, examine, gpus
 
 
@@ -111,7 +111,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     missing = verdict("model and data files", two_gpus, *data)
     assert missing[0] == "stop" and "csv" in missing[1]
 
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
     assert verdict("output folder", two_gpus)[0] == "stop"
 
 

@@ -189,7 +189,7 @@ def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  #
     from finetune.config import Config
     from finetune.config.schema import ModelConfig
     from finetune.drop_in.backbone import engine_lora_config
-    from finetune.engine.model.loading import with_adapter
+    from finetune.engine.model.adapters import add_adapter
 
     for chosen in (
         LoraConfig(),
@@ -199,7 +199,7 @@ def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  #
         chosen.task_type = "CAUSAL_LM"
         settings = Config(model=ModelConfig(model_name_or_path=str(model)), lora=engine_lora_config(chosen, str(model)))
         weights = []
-        for make_adapter, how in ((get_peft_model, chosen), (with_adapter, settings)):
+        for make_adapter, how in ((get_peft_model, chosen), (add_adapter, settings)):
             torch.manual_seed(0)
             weights.append(make_adapter(AutoModelForCausalLM.from_pretrained(model), how).state_dict())
         assert weights[0].keys() == weights[1].keys()

@@ -63,8 +63,8 @@ def test_a_script_keeps_weights_as_it_loads_the_model() -> None:
 
     half, whole = torch.nn.Linear(3, 3).bfloat16(), torch.nn.Linear(3, 3)
     assert settings.weights_as_loaded(half).kind == "none" and settings.weights_as_loaded(whole).kind == "float32"
-    text = master_weights.warning(half, settings.weights_as_loaded(half), 2e-5)
+    text = master_weights.lost_updates_warning(half, settings.weights_as_loaded(half), 2e-5)
     assert text is not None and "12 trained weights have 16 bits" in text and "dtype=torch.float32" in text
-    assert master_weights.warning(whole, settings.weights_as_loaded(whole), 2e-5) is None
+    assert master_weights.lost_updates_warning(whole, settings.weights_as_loaded(whole), 2e-5) is None
     half.requires_grad_(False)  # a frozen base under an adapter
     assert settings.weights_as_loaded(half).kind == "float32"

@@ -433,14 +433,15 @@ def test_evaluation_while_training(trainer_of: Callable[..., Any]) -> None:
 def test_accuracy_and_entropy_count_every_step(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a fused head for which every supervised token is right and has an entropy of 2."""
     trainer = trainer_of(texts(), logging_steps=2, max_steps=4)
-    note = trainer._note_tokens
+    forward = trainer.model.forward
 
-    def note_as_fused(outputs: Any, inputs: dict[str, Any]) -> None:
+    def forward_as_fused(*args: Any, **inputs: Any) -> Any:
+        outputs = forward(*args, **inputs)
         supervised = inputs["labels"][:, 1:] != -100
         outputs.is_top1, outputs.entropy = supervised, 2.0 * supervised
-        note(outputs, inputs)
+        return outputs
 
-    monkeypatch.setattr(trainer, "_note_tokens", note_as_fused)
+    monkeypatch.setattr(trainer.model, "forward", forward_as_fused)
     trainer.train()
     logged = [one for one in trainer.state.log_history if "loss" in one]
     assert [one["mean_token_accuracy"] for one in logged] == [1.0, 1.0]

@@ -41,7 +41,7 @@ def test_the_fused_head_of_trl_is_found(make: Callable[..., Any]) -> None:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
-    from finetune.engine.trainer import has_fused_head
+    from finetune.engine.training.loss import has_fused_head
 
     trainer = make(peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert has_fused_head(trainer.model) and has_fused_head(make().model)
@@ -291,15 +291,15 @@ def test_the_fused_head_keeps_the_load_balancing_loss(make: Callable[..., Any], 
     for device in ("cpu", "cuda"):
         trainer.stack = dataclasses.replace(trainer.stack, device=device)
         trainer.model.zero_grad()
-        batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+        batch = trainer.collate_rows(trainer.layout.__getitems__([0, 1, 2]))
         loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
         loss.backward()
         router = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad.clone()
-        found.append((loss.detach(), router, trainer.take_load_balancing()))
+        found.append((loss.detach(), router, trainer.statistics.take_load_balancing()))
     torch.testing.assert_close(found[1], found[0])
     trainer.load_balancing.coefficient = 0.0
     trainer.model.zero_grad()
-    batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+    batch = trainer.collate_rows(trainer.layout.__getitems__([0, 1, 2]))
     trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9)).backward()
     without = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad
     assert (without - found[1][1]).norm() > 0.1 * without.norm()  # the term is a large part of the gradient

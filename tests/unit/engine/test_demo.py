@@ -118,7 +118,7 @@ def test_a_call_that_fails_leaves_no_demo(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "_write_model", no_space)
+        patch.setattr(demo, "write_model", no_space)
         with pytest.raises(RunError, match="No space left on device"):
             demo.materialize(tmp_path)
     assert not list(tmp_path.glob("*/train.jsonl"))
@@ -126,10 +126,10 @@ def test_a_call_that_fails_leaves_no_demo(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_was_not_written_whole_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_write_model", lambda *_: None)
+    monkeypatch.setattr(demo, "write_model", lambda *_: None)
     with pytest.raises(RunError, match="files are missing"):
         demo.materialize(tmp_path)
-    assert not demo._home(tmp_path, 0).exists()
+    assert not [one for one in tmp_path.glob("*/model") if one.parent.suffix != ".unfinished"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ SCENE = "Anna has a red key. Ben has a blue map."
 )
 def test_answers_are_right(prompt: str, answer: str) -> None:
     scene = [demo.Fact("Anna", "red", "key"), demo.Fact("Ben", "blue", "map")]
-    assert (prompt, answer) in [demo._instruction(kind, scene) for kind in range(demo.KINDS)]
+    assert (prompt, answer) in [demo.make_instruction(kind, scene) for kind in range(demo.KINDS)]
 
 
 def test_model_loads_and_is_small(paths: demo.DemoPaths, tokenizer) -> None:

@@ -18,7 +18,7 @@ from finetune.runtime import command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import interrupt
 from tests.helpers import tiny
-from tests.unit.engine.checkpoint.test_resume import in_this_process
+from tests.helpers.runs import in_this_process
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.engine.training.loss import StepStatistics
 from finetune.measure import micro_batch
 from finetune.measure.micro_batch import Attempt, recommend, search, try_size
 from tests.helpers import tiny
@@ -77,9 +78,10 @@ class FakeTrainer:
         self.memory, self.most = memory, most
         self.model = self.model_wrapped = torch.nn.Linear(2, 1)
         self.args = types.SimpleNamespace(device=torch.device("cpu"))
-        self.step_losses, self._step_loss, self.steps = [torch.zeros(())], torch.zeros(()), []
+        self.steps, self.statistics = [], StepStatistics()
+        self.statistics.add_loss(torch.ones(()), ends_step=True)
 
-    def _collate(self, rows: list, pack_length: int | None = None) -> dict[str, Any]:
+    def collate_rows(self, rows: list, pack_length: int | None = None) -> dict[str, Any]:
         self.memory.rows, self.pack_length = len(rows), pack_length
         return {"input_ids": torch.ones(len(rows), 2)}
 
@@ -116,7 +118,7 @@ def test_a_size_is_tried_on_the_longest_rows_and_leaves_nothing() -> None:
     assert trainer.pack_length == 64  # without it each pack would be as long as its first document
     assert trainer.steps == [13, 13, 13]  # the labels of the two longest rows, three times
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert trainer.step_losses == [] and trainer._step_loss is None and memory.resets == 1
+    assert trainer.statistics.take_losses() == [] and memory.resets == 1
     assert not try_size(trainer, layout, 4, memory).fits  # it runs, above the limit
     full = try_size(trainer, layout, 8, memory)  # and here the device is full: caught
     assert not full.fits and full.peak_bytes is None and full.tokens_per_second is None

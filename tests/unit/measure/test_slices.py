@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from finetune.config import load
+from finetune.engine.training.loss import StepStatistics
 from finetune.measure import measurements, sharding, slices
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
@@ -75,10 +76,9 @@ class Trains:
     def __init__(self, model: Any) -> None:
         self.model = self.model_wrapped = model.train()
         self.args = types.SimpleNamespace(device=torch.device("cpu"))
-        self.step_losses: list[Any] = []
-        self._step_loss = None
+        self.statistics = StepStatistics()
 
-    def _collate(self, rows: list[int], pack_length: int | None = None) -> dict[str, Any]:
+    def collate_rows(self, rows: list[int], pack_length: int | None = None) -> dict[str, Any]:
         ids = torch.arange(9)[None].repeat(len(rows), 1)
         return {"input_ids": ids, "labels": ids}
 

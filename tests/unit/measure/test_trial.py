@@ -13,7 +13,8 @@ import torch
 from finetune.config import load
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
-from finetune.engine.session import out_of_memory
+from finetune.engine.session.out_of_memory import explain_out_of_memory
+from finetune.engine.training.loss import StepStatistics
 from finetune.errors import RunError
 from finetune.measure import measurements, micro_batch, scoring, trial
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
@@ -25,7 +26,7 @@ def trainer_with(optimizer: Any) -> Any:
     """As much of a trainer as `training_state_fits` uses."""
     model = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)
-    return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), step_losses=[])
+    return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), statistics=StepStatistics())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
@@ -88,7 +89,7 @@ def test_a_device_may_be_full_without_any_row() -> None:
 def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: int, said: str) -> None:
     batch = types.SimpleNamespace(per_device=rows, global_batch_size=8)
     job: Any = types.SimpleNamespace(config=load(configuration(tmp_path, *given)), batch=batch)
-    with pytest.raises(RunError) as caught, out_of_memory(job):
+    with pytest.raises(RunError) as caught, explain_out_of_memory(job):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert said in str(caught.value)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

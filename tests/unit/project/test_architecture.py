@@ -137,7 +137,7 @@ OPENS_ITSELF = {
     ],
     "/proc, /sys and /dev": [
         "convert.sandbox",
-        "engine.model.read_ahead:_free_bytes",
+        "engine.model.read_ahead:free_bytes",
         "runtime.ranks.activity",
         "runtime.command:_lost",
         "runtime.command:keep_printing",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.monitoring.phases import PHASES, PhaseTimer, split
+from finetune.engine.monitoring.phases import PHASES, PhaseTimer, split_steps
 from finetune.runtime import clock as clocks
 from finetune.runtime.clock import Clock
 
@@ -204,7 +204,7 @@ def test_the_end_closes_a_step_and_belongs_to_other() -> None:
         "end",
         "data",
     ]
-    first, second = split(zip(labels, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], strict=True))
+    first, second = split_steps(zip(labels, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], strict=True))
     assert first == {"data": [2], "forward": [4, 16], "backward": [8, 32], "optimizer": [64], "other": [128]}
     assert second == {"data": [256], "forward": [], "backward": [], "optimizer": [], "other": [512]}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.engine.checkpoint import checkpoints
+from finetune.engine.checkpoint import output_folder
 from finetune.errors import UserError
 from finetune.runtime import runlock
 from tests.helpers import launch
@@ -62,8 +62,8 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
         with pytest.raises(UserError, match=rf"process {holder.pid} on .*, running since .*kill {holder.pid}"):
             with runlock.lock(path, print):
                 raise AssertionError("two runs in one folder")
-    checkpoints.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
-    checkpoints.clear(out)  # overwrite_output_dir
+    output_folder.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
+    output_folder.clear(out)  # overwrite_output_dir
     assert (out / runlock.FILE_NAME).exists()
     holder.kill()
     holder.wait()
@@ -196,10 +196,10 @@ def test_a_lock_that_names_another_file_leaves_it_alone(
 
 
 def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """checkpoints.check_output is next, and knows what is wrong; any other reason is said."""
+    """output_folder.check_output is next, and knows what is wrong; any other reason is said."""
     (tmp_path / "file").write_text("")
     with runlock.lock(tmp_path / "file", print), pytest.raises(UserError, match="which is a file"):
-        checkpoints.check_output(tmp_path / "file", resuming=False, overwrite=False)
+        output_folder.check_output(tmp_path / "file", resuming=False, overwrite=False)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,10 +18,10 @@ from finetune import train
 from finetune.config import load
 from finetune.config.schema import ConfigError
 from finetune.engine.checkpoint.best import BestModel
-from finetune.engine.trainer import SFTTrainer
+from finetune.engine.training.trainer import SFTTrainer
 from finetune.runtime import command
 from tests.helpers import tiny
-from tests.unit.engine.checkpoint.test_resume import in_this_process
+from tests.helpers.runs import in_this_process
 
 BEST = ("--training.load_best_model_at_end", "true")
 RESUME = ("--training.resume_from_checkpoint", "true")
@@ -233,4 +233,4 @@ def test_the_best_model_needs_held_out_rows_of_the_script(arguments: list[str]) 
 
     training = load([*arguments, *BEST]).training
     with pytest.raises(UserError, match="no rows are held out"):
-        best.callbacks(training, evaluates=False)
+        best.best_model_callbacks(training, evaluates=False)

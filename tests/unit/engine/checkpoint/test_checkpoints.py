@@ -12,22 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.config import load
-from finetune.engine import session
-from finetune.engine.checkpoint import checkpoints, run_artifacts
-from finetune.engine.record import RunRecord
+from finetune.engine.checkpoint import checkpoints, output_folder, run_artifacts
 from finetune.errors import RunError, UserError
 from finetune.runtime import files
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import disk
-
-
-def make_checkpoint(output: Path, step: int) -> Path:
-    target = output / f"checkpoint-{step}"
-    with checkpoints.staging(target) as folder:
-        (folder / "weights.bin").write_bytes(b"x" * 100)
-        checkpoints.seal(folder, {"step": step, "plan": "p"})
-    return target
+from tests.helpers.checkpoints import make_checkpoint
 
 
 def test_newest_complete_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
@@ -128,7 +118,7 @@ def test_a_fifo_in_a_checkpoint_is_never_read(name: str, tmp_path: Path) -> None
     why = "cannot be read" if name == checkpoints.MANIFEST else f"{name} is a FIFO, not a regular file"
     assert why in str(checkpoints.damage(path, verify=True))
     with pytest.raises(UserError, match="not a complete checkpoint|is damaged"):
-        run_artifacts.find(path)
+        run_artifacts.find_trained_model(path)
 
 
 def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None:
@@ -155,16 +145,6 @@ def test_a_checkpoint_of_another_name_says_its_step_itself(tmp_path: Path) -> No
     make_checkpoint(tmp_path, 9).rename(tmp_path / "my best one")
     found = checkpoints.find(tmp_path, str(tmp_path / "my best one"))
     assert found.step == 9 and checkpoints.find(tmp_path, True).path is None
-
-
-def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), checkpoints.staging(tmp_path / "checkpoint-3") as folder:
-        (folder / "half").write_text("")
-        raise ValueError
-    with pytest.raises(ValueError), checkpoints.final_files(tmp_path) as folder:
-        (folder / "half").write_text("")
-        raise ValueError
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
@@ -250,66 +230,8 @@ def test_a_rotation_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, mon
         patched.setattr(shutil, "rmtree", killed)
         checkpoints.rotate(tmp_path, keep(1), "checkpoint-2")
     assert names(tmp_path) == ["checkpoint-2"]
-    checkpoints.remove_leftovers(tmp_path)
+    output_folder.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-
-
-def test_partial_files_of_dead_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    """Also when the run starts anew with overwrite_output_dir."""
-    mine = [".checkpoint-x.partial", "notes.partial", ".run.json.partial", "final", "x.checkpoint-3.partial"]
-    junk = [".checkpoint-7.partial", ".checkpoint-7.replaced.partial", ".final.partial", ".run.json.123.partial"]
-    for name in (*junk[:3], *mine):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").write_text("")
-    (tmp_path / junk[3]).write_text("{")
-    checkpoints.take_over(tmp_path, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
-
-
-def test_output_folder_of_another_run(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="holds another run .checkpoint-1.*resume_from_checkpoint"):
-        checkpoints.check_output(tmp_path, resuming=False, overwrite=False)
-    assert sorted(tmp_path.rglob("*")) == before
-    checkpoints.check_output(tmp_path, resuming=True, overwrite=False)
-    checkpoints.check_output(tmp_path, resuming=False, overwrite=True)
-    (tmp_path / "mine.txt").write_text("")
-    checkpoints.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_output_that_is_a_file_or_has_no_room(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for given, words in (
-        ("file", "which is a file"),
-        ("file/deep/er", "file, a file. Give a folder"),
-        ("link", "symbolic link to .*nowhere, which does not exist"),
-        ("link/deep", "symbolic link to .*nowhere, which does not exist"),
-    ):
-        for resuming in (False, True):
-            with pytest.raises(UserError, match=words):
-                checkpoints.check_output(tmp_path / given, resuming=resuming, overwrite=False)
-    with pytest.raises(UserError, match="MiB free; a checkpoint needs"):
-        checkpoints.check_space(tmp_path / "not" / "there", 2**62, "a checkpoint")
-    assert not (tmp_path / "not").exists()
-
-
-@pytest.mark.parametrize(("save_steps", "weights"), [(500, 2), (0, 1)])
-def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, weights: int
-) -> None:
-    """Two float32 moments of each of 1,024 weights belong to a checkpoint."""
-    asked = []
-    monkeypatch.setattr(session.checkpoints, "check_space", lambda _, needed, what: asked.append((needed, what)))
-    files = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
-    config = load([*files, "--training.output_dir", str(tmp_path), "--training.save_steps", str(save_steps)])
-    session.check_space(config, torch.nn.Linear(32, 32, bias=False))
-    moments = 8 * 1024 * (weights - 1)
-    (needed, what) = asked[0]
-    assert needed == weights * 4 * 1024 + moments + checkpoints.SPARE_BYTES
-    assert ("checkpoint" in what) == (save_steps > 0)
 
 
 # An error as a library raises it -> the message.
@@ -335,7 +257,7 @@ def test_a_failing_disk_in_every_librarys_words(name: str, tmp_path: Path) -> No
     make_checkpoint(tmp_path, 4)
     error, expected = WRITES[name]
     with pytest.raises(RunError, match="newest complete checkpoint is checkpoint-4") as said:
-        with checkpoints.no_space(tmp_path, "checkpoint-6"):
+        with output_folder.explain_full_disk(tmp_path, "checkpoint-6"):
             raise error
     assert expected in str(said.value) and "checkpoint-6" in str(said.value)
 
@@ -343,13 +265,13 @@ def test_a_failing_disk_in_every_librarys_words(name: str, tmp_path: Path) -> No
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
 def test_the_libraries_themselves_on_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="checkpoint-6 in .* was not written"):
-        with checkpoints.no_space(tmp_path, "checkpoint-6"):
+        with output_folder.explain_full_disk(tmp_path, "checkpoint-6"):
             torch.save({"a": torch.zeros(100_000)}, "/dev/full")
 
 
 def test_other_errors_pass_and_files_with_a_name_are_reported_by_the_command(tmp_path: Path) -> None:
     for error in (ValueError("something else"), OSError(errno.EIO, "Input/output error", "file")):
-        with pytest.raises(type(error)), checkpoints.no_space(tmp_path, "x"):
+        with pytest.raises(type(error)), output_folder.explain_full_disk(tmp_path, "x"):
             raise error
     assert "input/output error: file" in str(disk.failure(error))
 
@@ -361,19 +283,10 @@ def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
     assert [item.name for item in path.parent.iterdir()] == ["run.json"]
 
 
-def test_a_run_that_failed_before_it_began_leaves_no_record(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path)
-    record.fail("too early")
-    assert list(tmp_path.iterdir()) == []
-    record.update(status="running")
-    record.fail("boom")
-    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "failed", "error": "boom"}
-
-
 @pytest.mark.parametrize("name", ["runs", "hang"])
 def test_records_are_not_written_through_a_link(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name} is a symbolic link"):
-        checkpoints.check_output(tmp_path / "out", resuming=False, overwrite=True)
+        output_folder.check_output(tmp_path / "out", resuming=False, overwrite=True)

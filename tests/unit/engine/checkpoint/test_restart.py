@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.config import Config, load
-from finetune.engine.checkpoint import checkpoints, restart
+from finetune.engine.checkpoint import checkpoints, output_folder, restart
 from finetune.runtime.ranks import distributed, launcher
 
 OWN, OTHER = "run@node-b:7:2.00", "run@node-a:7:1.00"
@@ -34,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def resumes_from(config: Config) -> bool | str:
-    return restart.continued(config).training.resume_from_checkpoint
+    return restart.resume_after_restart(config).training.resume_from_checkpoint
 
 
 def test_a_machine_resumes_whose_launcher_has_counted_no_restart(config: Config, tmp_path: Path) -> None:
@@ -68,8 +69,8 @@ def shared(monkeypatch: pytest.MonkeyPatch, rank: int, *others: list[Any]) -> li
     me = distributed.Ranks(rank=rank, local_rank=0, world_size=2, local_world_size=1)
     monkeypatch.setattr(distributed, "ranks", lambda: me)
     monkeypatch.setattr(distributed, "barrier", lambda: None)
-    monkeypatch.setattr(checkpoints.socket, "gethostname", lambda: f"node-{rank}")
-    monkeypatch.setattr(checkpoints, "SHARED_SECONDS", 0.0)
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node-{rank}")
+    monkeypatch.setattr(output_folder, "SHARED_SECONDS", 0.0)
     answers, said = iter(others), []
 
     def gather(own: Any) -> list[Any]:
@@ -89,11 +90,11 @@ def test_a_folder_that_a_machine_cannot_write_is_refused(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Path, "touch", touch)
     with pytest.raises(checkpoints.UserError, match=r"on node-1 \(rank 1\) it cannot be written \(Permission denied\)"):
-        checkpoints.check_shared(tmp_path)
+        output_folder.check_shared(tmp_path)
 
 
 def test_a_folder_whose_files_do_not_reach_rank_0_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = shared(monkeypatch, 0, None, (True, "node-1", None), [])
     with pytest.raises(checkpoints.UserError, match=r"on node-1 \(rank 1\) what it writes there does not reach rank 0"):
-        checkpoints.check_shared(tmp_path)
+        output_folder.check_shared(tmp_path)
     assert said[2] == [1] and not list(tmp_path.iterdir())

@@ -224,26 +224,6 @@ def rates(name: str, peak: float, total: int, warmup: int = 0) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "depends"),
-    [
-        ("cosine", 0, True),
-        ("linear", 3, True),
-        ("constant", 0.5, False),
-        ("constant_with_warmup", 3, False),
-        ("constant_with_warmup", 0.5, True),
-        ("inverse_sqrt", 3, False),
-        ("polynomial", 0, True),
-    ],
-)
-def test_which_schedules_depend_on_the_length(schedule: str, warmup: float, depends: bool) -> None:
-    """Against transformers: are the first 8 rates of 10 steps those of 20?"""
-    found = resume._depends_on_length({"training.lr_scheduler_type": schedule, "training.warmup_steps": warmup})
-    arguments = transformers.TrainingArguments(warmup_steps=warmup)
-    curves = [rates(schedule, 1e-2, total, arguments.get_warmup_steps(total))[:8] for total in (10, 20)]
-    assert found == depends == (curves[0] != curves[1])
-
-
 # --- other settings -------------------------------------------------------------------------------------------------
 
 OTHER = {
@@ -523,49 +503,6 @@ def test_state_files_that_hold_something_else(
     assert "cannot be used" in words(capsys)
 
 
-# --- the digest of base weights -------------------------------------------------------------------------------------
-
-
-def test_digest_of_weights_is_of_tensors_and_not_of_files(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    weights = {name: torch.randn(300, 200) for name in ("a", "b", "c")}  # 240,000 bytes: more than the samples
-
-    def digest(name: str, **files: dict[str, torch.Tensor]) -> str | None:
-        folder = tmp_path / name
-        folder.mkdir()
-        for file, tensors in files.items():
-            save_file(tensors, folder / f"{file}.safetensors")
-        if len(files) > 1:
-            places = {name: f"{file}.safetensors" for file, tensors in files.items() for name in tensors}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-        return resume.weights_digest(folder)
-
-    whole = digest("whole", model=weights)
-    first, second = {"a": weights["a"]}, {name: weights[name] for name in ("b", "c")}
-    assert whole == digest("sharded", one=first, two=second)
-    changed = {
-        "renamed": {"d": weights["a"], **second},
-        "removed": second,
-        "shape": {"a": weights["a"].reshape(200, 300), **second},
-        "type": {"a": weights["a"].half(), **second},
-        "start": {"a": edited(weights["a"], 0), **second},
-        "middle": {"a": edited(weights["a"], 30_010), **second},
-        "end": {"a": edited(weights["a"], -1), **second},
-    }
-    found = {name: digest(name, model=tensors) for name, tensors in changed.items()}
-    assert len({whole, *found.values()}) == 1 + len(changed)
-    assert digest("unseen", model={"a": edited(weights["a"], 20_000), **second}) == whole  # between the samples
-    (tmp_path / "sharded" / "two.safetensors").unlink()
-    assert resume.weights_digest(tmp_path / "sharded") is None
-    assert resume.weights_digest(tmp_path) is None
-
-
-def edited(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    other = tensor.clone()
-    other.view(-1)[place] += 1
-    return other
-
-
 def test_resume_with_changes_needs_a_resume() -> None:
     with pytest.raises(Exception, match="resume_with_changes needs a checkpoint to resume from"):
         load(["--training.resume_with_changes"])
@@ -576,7 +513,7 @@ def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_chan
     manifest = {"batch": {"per_device": 2, "global_batch_size": 24, "world_size": 4}}
 
     def resumed(world: int, **factors: int) -> tuple[int, int, int]:
-        found = resume.batch_of(Config(training=TrainingConfig(**factors)), manifest, world)
+        found = resume.resumed_batch(Config(training=TrainingConfig(**factors)), manifest, world)
         return found.per_device, found.accumulation, found.global_batch_size
 
     assert resumed(2, per_device_train_batch_size=2, gradient_accumulation_steps=3) == (2, 6, 24)
@@ -584,4 +521,4 @@ def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_chan
     assert resumed(2, global_batch_size=24) == (2, 6, 24)  # the size of the checkpoint, not the default
     assert resumed(3, global_batch_size=15) == (5, 1, 15)  # 2 does not divide 5 rows
     for damaged in ({}, {"batch": None}, {"batch": {"per_device": "x", "global_batch_size": 24, "world_size": 0}}):
-        assert resume.batch_of(Config(), damaged, 1).global_batch_size == 16
+        assert resume.resumed_batch(Config(), damaged, 1).global_batch_size == 16

@@ -22,7 +22,7 @@ from finetune.runtime.machine import flash, flash_blocks
 from tests.helpers import tiny
 
 LENGTHS = (5, 9, 2)
-SHAPES = attention.Shapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
+SHAPES = attention.AttentionShapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
 
 
 def of_each_document(
@@ -70,7 +70,7 @@ def test_packs_as_each_document_alone(kind: str, monkeypatch: pytest.MonkeyPatch
     model.train()
     ids = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    further = attention.batch_arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
     packed = model(input_ids=ids, position_ids=positions, use_cache=False, **further).logits[0]
     packed.square().sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -99,7 +99,7 @@ def test_packs_under_autocast_are_computed_in_16_bits(monkeypatch: pytest.Monkey
             getattr(layer.self_attn, name).register_forward_hook(lambda module, args, output: output.float())
     ids = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    further = attention.batch_arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         packed = model(input_ids=ids, position_ids=positions, use_cache=False, **further).logits[0]
         model.set_attn_implementation("sdpa")
@@ -111,19 +111,19 @@ def test_packs_under_autocast_are_computed_in_16_bits(monkeypatch: pytest.Monkey
 def test_what_the_kernel_computes_in() -> None:
     """On a GPU it takes 16 bits alone, also outside of autocast, where a QLoRA's values are float32."""
     on_gpu: Any = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), dtype=torch.float32)
-    assert attention.dtype_of_kernel(on_gpu) == torch.bfloat16
-    assert attention.dtype_of_kernel(torch.ones(1)) == torch.float32
-    assert attention.dtype_of_kernel(torch.ones(1, dtype=torch.float16)) == torch.float16
+    assert attention.kernel_dtype(on_gpu) == torch.bfloat16
+    assert attention.kernel_dtype(torch.ones(1)) == torch.float32
+    assert attention.kernel_dtype(torch.ones(1, dtype=torch.float16)) == torch.float16
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.dtype_of_kernel(torch.ones(1)) == torch.bfloat16
+        assert attention.kernel_dtype(torch.ones(1)) == torch.bfloat16
 
 
 def test_the_output_has_the_type_of_the_input_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in float32 follows."""
     monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
-    monkeypatch.setattr(attention, "dtype_of_kernel", lambda value: torch.bfloat16)
+    monkeypatch.setattr(attention, "kernel_dtype", lambda value: torch.bfloat16)
     rows = [torch.randn(1, 4, sum(LENGTHS), 8) for _ in range(3)]
-    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    further = attention.batch_arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
     mask = further.pop("attention_mask")
     assert attention.packed_attention(torch.nn.Identity(), *rows, mask, **further)[0].dtype == torch.float32
 
@@ -170,7 +170,7 @@ def test_what_the_run_computes_in_decides_and_not_the_parameters(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from finetune.engine.model.loading import prepare_for_packs
+    from finetune.engine.model.packing import prepare_for_packs
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
@@ -360,7 +360,7 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
 ) -> None:
     from types import SimpleNamespace
 
-    from finetune.engine.model.loading import prepare_for_packs
+    from finetune.engine.model.packing import prepare_for_packs
 
     theirs = blocks._flash_varlen
     blocks.enable_hf_packed_attention = lambda: True  # type: ignore[attr-defined]
@@ -415,31 +415,33 @@ def test_the_installed_unsloth_has_the_function_in_its_blocks() -> None:
 
 
 def test_the_record_names_a_kernel_that_was_called() -> None:
-    chosen = attention.Choice(kernel=attention.FLASH_4, reason="faster", milliseconds={"a": 1.0}, difference=0.001)
+    chosen = attention.AttentionKernel(
+        kernel=attention.FLASH_4, reason="faster", milliseconds={"a": 1.0}, difference=0.001
+    )
     flash.set_enabled(True)
-    found = attention.computed(chosen)
+    found = attention.kernel_used(chosen)
     assert found.kernel == attention.OTHER and "never used it" in found.reason and found.milliseconds == {"a": 1.0}
     flash.mark_run()
-    assert attention.computed(chosen) == chosen
+    assert attention.kernel_used(chosen) == chosen
     flash.set_enabled(False)
-    other = attention.Choice(kernel=attention.FLASH_2, reason="set by model.packed_attention")
-    assert attention.computed(other) == other
+    other = attention.AttentionKernel(kernel=attention.FLASH_2, reason="set by model.packed_attention")
+    assert attention.kernel_used(other) == other
 
 
 def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace
 
-    from finetune.engine import session
+    from finetune.engine.session import recording
 
-    job: Any = SimpleNamespace(attention=attention.Choice(kernel=attention.FLASH_4, reason="faster"))
+    job: Any = SimpleNamespace(attention=attention.AttentionKernel(kernel=attention.FLASH_4, reason="faster"))
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=7), resumed_step=7)
     flash.set_enabled(True)
-    assert session.attention_computed(job, trainer) == job.attention.to_dict()  # nothing was left to train
+    assert recording.attention_used(job, trainer) == job.attention.to_dict()  # nothing was left to train
     trainer.resumed_step = 5
-    assert session.attention_computed(job, trainer)["kernel"] == attention.OTHER
+    assert recording.attention_used(job, trainer)["kernel"] == attention.OTHER
     assert "FlashAttention-4 was chosen, but this model's layers never used it" in capsys.readouterr().err
     flash.mark_run()
-    assert session.attention_computed(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
+    assert recording.attention_used(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
     flash.set_enabled(False)
 
 
@@ -458,20 +460,20 @@ def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -
 
     monkeypatch.setattr(flash, "why_unusable", lambda: None)
     monkeypatch.setattr(flash, "is_switch_installed", lambda: True)
-    monkeypatch.setattr(attention, "measured", measured)
+    monkeypatch.setattr(attention, "measure", measured)
 
 
 def test_kernels_for_another_number_of_documents_are_compiled_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 4.0 has others above 256 documents."""
     counts: list[int] = []
 
-    def measured(kernel: Any, shapes: attention.Shapes, device: Any) -> tuple[list[torch.Tensor], float]:
+    def measured(kernel: Any, shapes: attention.AttentionShapes, device: Any) -> tuple[list[torch.Tensor], float]:
         if flash.is_enabled():
             counts.append(len(shapes.lengths))
         return [torch.ones(4)], 0.5 if flash.is_enabled() else 1.0
 
     planted(monkeypatch, ms=0.5)
-    monkeypatch.setattr(attention, "measured", measured)
+    monkeypatch.setattr(attention, "measure", measured)
     for documents in ((2, 256), (2, 257), (300, 400), ()):
         assert attention.choose("auto", SHAPES, "cpu", documents).kernel == attention.FLASH_4
     many = attention.replace(SHAPES, lengths=(3,) * 300)

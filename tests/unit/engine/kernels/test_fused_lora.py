@@ -69,11 +69,13 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model: Path, lora: dict[str, 
 
 
 def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
-    from finetune.engine.kernels.low_rank import Term
+    from finetune.engine.kernels.low_rank import LowRankTerm
 
     torch.manual_seed(0)
     gate, up, dh, down = (torch.randn(n, 12, dtype=torch.float64) for n in (5, 5, 5, 3))
-    terms = [Term(torch.randn(5, 3).double(), torch.randn(3, 12).double(), scaling) for scaling in (0.5, 2.0, -1.0)]
+    terms = [
+        LowRankTerm(torch.randn(5, 3).double(), torch.randn(3, 12).double(), scaling) for scaling in (0.5, 2.0, -1.0)
+    ]
     g, u, d = (y + t.scaling * t.left @ t.right for y, t in zip((gate, up, dh), terms, strict=True))
     g, u = g.requires_grad_(), u.requires_grad_()
     h = nn.functional.silu(g) * u

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.config import load
 from finetune.engine.kernels import liger
-from finetune.engine.model import loading
+from finetune.engine.model import load_checks, loading
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 
@@ -25,13 +25,13 @@ def chosen(*words: str, kind: str = "llama", backend: str = "transformers", devi
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU host with the extra; Liger has no kernels for phi."""
-    monkeypatch.setattr(liger, "unusable", lambda device: None)
-    monkeypatch.setattr(liger, "_unsupported", lambda kind: "none" if kind == "phi" else None)
+    monkeypatch.setattr(liger, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(liger, "why_unsupported", lambda kind: "none" if kind == "phi" else None)
 
 
 def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "unusable", lambda device: None)
-    monkeypatch.setattr(liger, "_unsupported", lambda kind: pytest.fail("imports Liger"))
+    monkeypatch.setattr(liger, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(liger, "why_unsupported", lambda kind: pytest.fail("imports Liger"))
     assert chosen(kind="gemma2").kernels == "transformers"
 
 
@@ -64,15 +64,15 @@ def test_what_no_model_can_have_is_refused_before_loading() -> None:
     stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
     given = ["--model.model_name_or_path", "nobody/has-this", "--data.train_file", "x", "--model.layer_kernels"]
     with pytest.raises(UserError, match="there is no GPU. Remove the setting"):
-        loading.check(load([*given, "liger"], command="train"), stack)
-    loading.check(load([*given, "auto"], command="train"), stack)
+        load_checks.check(load([*given, "liger"], command="train"), stack)
+    load_checks.check(load([*given, "auto"], command="train"), stack)
 
 
 def test_what_is_missing_is_said() -> None:
     assert chosen(device="cpu").to_dict() == {"kernels": "transformers", "reason": "there is no GPU"}
     with pytest.raises(UserError, match="there is no GPU"):
         chosen("--model.layer_kernels", "liger", device="cpu")
-    assert liger.unusable("cpu") == "there is no GPU"
+    assert liger.why_unavailable("cpu") == "there is no GPU"
 
 
 @pytest.mark.usefixtures("installed")

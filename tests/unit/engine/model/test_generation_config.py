@@ -33,7 +33,9 @@ def rows(tokenizer: Any, *texts: str, masked: int = 1) -> list[Row]:
 
 
 def ends(tokenizer: Any, *texts: str, **named: Any) -> list[str]:
-    return tokenizer.convert_ids_to_tokens(generation_config.trained_ends(tokenizer, rows(tokenizer, *texts, **named)))  # type: ignore[arg-type]
+    return tokenizer.convert_ids_to_tokens(
+        generation_config.trained_end_tokens(tokenizer, rows(tokenizer, *texts, **named))
+    )  # type: ignore[arg-type]
 
 
 def test_the_end_of_the_template_s_turns_counts_if_it_is_trained(tokenizer: Any) -> None:
@@ -67,12 +69,12 @@ def test_of_an_end_of_several_tokens_the_first_added_one_counts(tokenizer: Any) 
 
 
 def test_further_end_tokens_follow_the_model_s_own() -> None:
-    assert generation_config.with_ends({"eos_token_id": [7, 9]}, [9, None, 3]) == {"eos_token_id": [7, 9, 3]}
-    assert generation_config.with_ends({"eos_token_id": None, "top_p": 0.9}, [3, 3]) == {
+    assert generation_config.add_end_tokens({"eos_token_id": [7, 9]}, [9, None, 3]) == {"eos_token_id": [7, 9, 3]}
+    assert generation_config.add_end_tokens({"eos_token_id": None, "top_p": 0.9}, [3, 3]) == {
         "eos_token_id": 3,
         "top_p": 0.9,
     }
-    assert generation_config.with_ends({}, [None]) == {}
+    assert generation_config.add_end_tokens({}, [None]) == {}
 
 
 def test_what_transformers_refuses_to_save_is_written_as_it_was_loaded(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_what_transformers_refuses_to_save_is_written_as_it_was_loaded(tmp_path:
     model = SimpleNamespace(generation_config=GenerationConfig.from_pretrained(str(tmp_path)))
     with pytest.raises(ValueError, match="invalid"):
         model.generation_config.save_pretrained(tmp_path)
-    with generation_config.not_saved(model):
+    with generation_config.without_model_config(model):
         model.generation_config.save_pretrained(tmp_path)
     generation_config.write(tmp_path, model, [5])
     found = json.loads((tmp_path / generation_config.FILE).read_text())

@@ -11,8 +11,7 @@ import torch
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
-from finetune.engine.model import loading as engine_model
-from finetune.engine.model import positions
+from finetune.engine.model import generation, packing, positions
 from finetune.errors import UserError
 
 TINY: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
@@ -86,11 +85,11 @@ def test_each_answer_ends_at_the_limit() -> None:
     model = made("GPT2Config")
     settings = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=1, eos_token_id=[31])
     prompts = [[5] * 4, [5] * 35]
-    found = engine_model.complete(model, prompts, settings)
-    alone = [engine_model.complete(model, [one], settings)[0] for one in prompts]
+    found = generation.complete(model, prompts, settings)
+    alone = [generation.complete(model, [one], settings)[0] for one in prompts]
     assert found == alone and len(found[1]) <= 5 and settings.max_new_tokens == 30
     with pytest.raises(UserError, match="prompt has 40 tokens, and gpt2 has a table of 40 positions"):
-        engine_model.complete(model, [[5] * 40], settings)
+        generation.complete(model, [[5] * 40], settings)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_models_that_do_not_separate_packed_documents_are_not_packed(
     model.train()
     stack: Any = SimpleNamespace(backend="transformers", device="cpu")
     config = Config(model=ModelConfig(model_name_or_path="m"))
-    why = engine_model.why_not_packed(model, stack) or engine_model.prepare_for_packs(model, config, stack)
+    why = packing.why_not_packed(model, stack) or packing.prepare_for_packs(model, config, stack)
     assert (why is None) == separates and model.training, why
 
     model.eval()
@@ -127,4 +126,4 @@ def test_models_that_do_not_separate_packed_documents_are_not_packed(
 
 def test_a_table_shorter_than_the_padding_of_a_pack_is_not_packed() -> None:
     stack: Any = SimpleNamespace(backend="transformers")
-    assert "table of 40 positions" in str(engine_model.why_not_packed(made("GPT2Config"), stack))
+    assert "table of 40 positions" in str(packing.why_not_packed(made("GPT2Config"), stack))

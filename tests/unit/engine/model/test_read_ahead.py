@@ -11,8 +11,8 @@ import pytest
 
 from finetune import train
 from finetune.config import Config, load
-from finetune.engine import session
 from finetune.engine.model import read_ahead
+from finetune.engine.session import opening
 from finetune.runtime.ranks import distributed
 
 
@@ -42,7 +42,7 @@ def test_one_file_or_those_of_the_index(tmp_path: Path) -> None:
 def test_every_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = stored(tmp_path / "m", "model.safetensors")
     monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 30)
-    monkeypatch.setattr(read_ahead, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(read_ahead, "free_bytes", lambda: 1000)
     read: list[int | None] = []
 
     class Watched(io.FileIO):
@@ -63,9 +63,9 @@ def test_nothing_is_read_by_other_ranks_without_room_or_before_the_download(
     folder = stored(tmp_path / "m", "model.safetensors")
     assert read_ahead.start(load([], command="train")) is None  # the demo
     assert read_ahead.start(config_of(Path("nobody/has-this"))) is None
-    monkeypatch.setattr(read_ahead, "_free_bytes", lambda: 199)
+    monkeypatch.setattr(read_ahead, "free_bytes", lambda: 199)
     assert read_ahead.start(config_of(folder)) is None
-    monkeypatch.setattr(read_ahead, "_free_bytes", lambda: 200)
+    monkeypatch.setattr(read_ahead, "free_bytes", lambda: 200)
     assert read_ahead.start(config_of(folder)) is not None
     other = distributed.Ranks(rank=3, local_rank=1, world_size=4, local_world_size=2)
     monkeypatch.setattr(distributed, "ranks", lambda: other)
@@ -76,10 +76,10 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     limits = [tmp_path / name for name in ("absent", "none", "some")]
     limits[1].write_text("max\n")
     monkeypatch.setattr(read_ahead, "LIMITS", tuple(limits[:2]))
-    assert read_ahead._free_bytes() > 1000
+    assert read_ahead.free_bytes() > 1000
     limits[2].write_text("1000\n")
     monkeypatch.setattr(read_ahead, "LIMITS", tuple(limits))
-    assert read_ahead._free_bytes() == 1000
+    assert read_ahead.free_bytes() == 1000
 
 
 def test_a_damaged_index_is_left_to_the_loader(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_run_begins_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Before the libraries are imported."""
     folder = stored(tmp_path / "m", "model.safetensors")
     order: list[str] = []
-    monkeypatch.setattr(session, "check_present", lambda config: order.append("present"))
+    monkeypatch.setattr(opening, "check_present", lambda config: order.append("present"))
     monkeypatch.setattr(read_ahead, "start", lambda config: order.append("read"))
     monkeypatch.setattr(train.strategy, "apply", lambda config: order.append("begin"))
-    monkeypatch.setattr(session, "with_demo", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(opening, "resolve_demo", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train.run(config_of(folder))
     assert order == ["present", "read", "begin"]

@@ -165,7 +165,9 @@ def test_a_model_with_one_expert_has_no_term() -> None:
 
 
 def test_models_without_router_logits_are_refused_with_the_remedy() -> None:
-    with pytest.raises(router_loss.NoRouters, match="LlamaForCausalLM does not return.*router_aux_loss_coef to 0.0"):
+    with pytest.raises(
+        router_loss.NoRoutersError, match="LlamaForCausalLM does not return.*router_aux_loss_coef to 0.0"
+    ):
         router_loss.install(tiny_moe("Llama"), 0.01)
 
 
@@ -174,7 +176,7 @@ def test_routers_that_a_forward_pass_leaves_out_are_an_error(monkeypatch: pytest
     model = tiny_moe("Qwen3Moe")
     for layer in model.model.layers:
         monkeypatch.setattr(layer.mlp, "forward", lambda hidden: hidden)
-    with pytest.raises(router_loss.NoRouters, match="without calling its routers.*router_aux_loss_coef"):
+    with pytest.raises(router_loss.NoRoutersError, match="without calling its routers.*router_aux_loss_coef"):
         trained(model, batches_of(documents(), 7, None), documents())
 
 

@@ -23,7 +23,7 @@ def facts(rank: int) -> Facts:
         parameter_devices=[f"cuda:{rank}"],
         current_device=f"cuda:{rank}",
         trainer_classes=[
-            "finetune.engine.trainer.SFTTrainer",
+            "finetune.engine.training.trainer.SFTTrainer",
             "UnslothSFTTrainer.UnslothSFTTrainer",
             "builtins.object",
         ],
@@ -63,8 +63,8 @@ def test_a_sound_run_passes_all() -> None:
 
 
 ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
-FALLBACK = {"trainer_classes": ["finetune.engine.trainer.SFTTrainer", "trl.SFTTrainer"]}
-DIVISOR = "loss_divided_by_the_label_tokens_of_the_global_batch"
+FALLBACK = {"trainer_classes": ["finetune.engine.training.trainer.SFTTrainer", "trl.SFTTrainer"]}
+DIVISOR = "loss_normalized_globally"
 UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
 
 
@@ -85,7 +85,7 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
         ("every_matrix_is_sharded", {"sharding": replace(SHARDED, whole_matrices=("a.weight",))}, "1 matrices whole"),
         (REDUCED, {"sharding": replace(SHARDED, reduce_dtypes=("bfloat16",))}, "reduces gradients in bfloat16"),
         (REDUCED, {"sharding": replace(SHARDED, output_dtype="none")}, "returns outputs in none"),
-        ("gathered_weights_keep_their_bytes", {"changed_weights": ("a.w", "b.w")}, "2 frozen weights with other bytes"),
+        ("gathered_weights_keep_their_bytes", {"changed_weights": ("a", "b")}, "2 frozen weights whose bytes differ"),
         ("ranks_hold_the_global_batch", {"batch": (2, 1)}, "2 ranks x 2 rows x 1 accumulated is not"),
     ],
 )  # fmt: skip
@@ -110,7 +110,9 @@ def test_checkpointing_that_is_reentrant() -> None:
         args = SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs or None)
         return SimpleNamespace(args=args, stack=SimpleNamespace(backend=backend, device=device))
 
-    assert invariants._reentrant(trainer("unsloth", "cuda", True, use_reentrant=False))  # Unsloth decides for itself
-    assert invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=True))
-    assert not invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=False))
-    assert not invariants._reentrant(trainer("unsloth", "cuda", False))
+    assert invariants.is_checkpointing_reentrant(
+        trainer("unsloth", "cuda", True, use_reentrant=False)
+    )  # Unsloth decides for itself
+    assert invariants.is_checkpointing_reentrant(trainer("transformers", "cuda", True, use_reentrant=True))
+    assert not invariants.is_checkpointing_reentrant(trainer("transformers", "cuda", True, use_reentrant=False))
+    assert not invariants.is_checkpointing_reentrant(trainer("unsloth", "cuda", False))

@@ -13,6 +13,7 @@ import torch
 from finetune.data.plan import Plan
 from finetune.engine.monitoring import monitor
 from finetune.engine.monitoring.monitor import Monitor, typical_step
+from finetune.engine.training.loss import StepStatistics
 from finetune.runtime import communication
 from finetune.runtime.machine import gpu_sampler
 from finetune.runtime.ranks import distributed
@@ -59,22 +60,17 @@ class FakeTrainer:
     """Two ranks, two rows each per step; its clock is set by the test."""
 
     def __init__(self, losses: list[float]) -> None:
-        self.losses, self.model_wrapped = losses, types.SimpleNamespace()
+        self.model_wrapped = types.SimpleNamespace()
+        self.statistics = StepStatistics()
+        for loss in losses:
+            self.statistics.add_loss(torch.tensor(loss), ends_step=True)
+        self.statistics.add_load_balancing(torch.tensor(0.75))  # this rank's share
         self.accelerator = types.SimpleNamespace(backward=None, clip_grad_norm_=lambda *a: torch.tensor(2.5))
         self.args = types.SimpleNamespace(world_size=2, per_device_train_batch_size=2, gradient_accumulation_steps=1)
         self.state = types.SimpleNamespace(global_step=0)
         self.get_batch_samples = self.compute_loss = lambda: None
 
     def add_callback(self, callback: Any) -> None: ...
-
-    def take_step_losses(self) -> list[float]:
-        return self.losses
-
-    def take_token_statistics(self) -> None:
-        return None
-
-    def take_load_balancing(self) -> float:
-        return 0.75  # this rank's share
 
 
 def plan(rows: int) -> Plan:
@@ -89,23 +85,23 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "ranks", lambda: me)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, steps: list[dict[str, list[float]]], losses: list[float]) -> Monitor:
-    trainer = FakeTrainer(losses)
-    made = Monitor(trainer, plan(8), np.arange(8) + 1, (np.arange(8) + 1) ** 2, "cpu")
-    monkeypatch.setattr(made, "_timer", types.SimpleNamespace(take=lambda: steps, host_lead=0.0))
-    return made
+def make(monkeypatch: pytest.MonkeyPatch, steps: list[dict[str, list[float]]], trainer: FakeTrainer) -> Monitor:
+    timer = types.SimpleNamespace(take=lambda: steps, host_lead=0.0)
+    monkeypatch.setattr(monitor, "PhaseTimer", lambda *_: timer)
+    return Monitor(trainer, plan(8), np.arange(8) + 1, (np.arange(8) + 1) ** 2, "cpu")
 
 
 def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank's vector is made here from the published order of fields."""
     steps = [step(9.0, 9.0, 9.0), step(0.0, 1.0, 2.0), step(0.0, 1.0, 2.0)]
-    found = make(monkeypatch, steps, [2.0, 4.0, 6.0])
+    trainer = FakeTrainer([2.0, 4.0, 6.0])
+    found = make(monkeypatch, steps, trainer)
     reports = iter([(0.5, 0.0), (0.5, 0.0)])
     monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: next(reports))
     for number in (1, 2):
         found.step_ended(number, logging_steps=1)
     found.step_ended(3, logging_steps=1)  # DDP's report of step 2 appears at the end of step 3
-    found._trainer.accelerator.clip_grad_norm_()
+    trainer.accelerator.clip_grad_norm_()
 
     def gather(own: list[float]) -> list[list[float]]:
         other = {"step": 3.75, "data_wait": 0.0, "forward": 1.5, "backward": 1.4, "communication": 0.1,
@@ -131,7 +127,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = make(monkeypatch, [], [])
+    found = make(monkeypatch, [], FakeTrainer([]))
     monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: None)
     found.step_ended(1, logging_steps=10)
     dealt = plan(8).deal(0, 0, world_size=2, per_device=2, accumulation=1)
@@ -142,11 +138,12 @@ def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch:
 def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP measures its first ten steps and one per record, and reports one step later; the first step compiles."""
     asked: list[int] = []
-    found = make(monkeypatch, [], [])
+    found = make(monkeypatch, [], FakeTrainer([]))
+    number = 0
 
     def report(model: Any) -> tuple[float, float]:
-        asked.append(found._steps)
-        return (0.01, min(found._steps, 10) / 1e3)
+        asked.append(number)
+        return (0.01, min(number, 10) / 1e3)
 
     monkeypatch.setattr(communication, "exposed_and_hidden", report)
     for number in range(1, 303):
@@ -160,7 +157,7 @@ def test_one_gpu_reports_for_all_of_its_machine() -> None:
     sample = [0.5, 1500.0, 400.0, 60.0, 0.0, 0.25, 4.0, float(0x04 | 0x40)]
     unknown = [math.nan] * width
     blocks = [[*sample, *unknown], [*unknown, *unknown], [*unknown, *sample], [*unknown, *unknown]]
-    found = monitor._gpus(blocks)
+    found = monitor.gpus_by_rank(blocks)
     assert sorted(found) == [0, 3]  # machine 0's first GPU, machine 1's second
     assert found[0]["reasons"] == ["power cap", "thermal limit (hardware)"] and found[0]["samples"] == 4
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finetune.engine.monitoring import run_logger
-from finetune.engine.monitoring.run_logger import ProgressLines
+from finetune.engine.monitoring.progress import ProgressLines
 
 
 class Clock:
@@ -24,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(run_logger, "time", found)
+    monkeypatch.setattr("finetune.engine.monitoring.progress.time", found)
     return found
 
 

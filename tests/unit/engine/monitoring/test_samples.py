@@ -23,14 +23,14 @@ from finetune import train
 from finetune.config import ConfigError, load
 from finetune.config.rules import TRACKERS
 from finetune.data.store import Rows
-from finetune.engine import preflight
 from finetune.engine.monitoring import samples, trackers
+from finetune.engine.preflight import config_checks, packages
 from finetune.errors import RunError, UserError
 from finetune.runtime import user_code
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import BY_NAME, tag
 from tests.helpers import launch, tiny
-from tests.unit.engine.checkpoint.test_resume import in_this_process
+from tests.helpers.runs import in_this_process
 
 CODE = """
 import os
@@ -188,7 +188,7 @@ def test_a_metric_that_fails_ends_the_run_with_one_sentence(
 
 def test_a_number_has_the_name_of_the_function() -> None:
     metric = samples.Metric(name="package.module:score", function=lambda answers, references: 0.5)
-    assert samples._on_main(metric, ["a"], ["b"]) == {"score": 0.5}
+    assert samples.score_on_main(metric, ["a"], ["b"]) == {"score": 0.5}
 
 
 @pytest.mark.process
@@ -260,7 +260,7 @@ def test_code_is_found_beside_the_configuration_and_before_anything_is_loaded(
     assert user_code.load("logging.metric", "beside_code:f", str(folder / "run.yaml"))([], []) == 1
     code = ("--logging.metric", "nowhere_at_all:f", "--logging.trust_code")
     with pytest.raises(UserError, match="^logging.metric is nowhere_at_all:f: there is no module"):
-        preflight.check(load(settings(tmp_path, tiny_model, *code)))
+        config_checks.check(load(settings(tmp_path, tiny_model, *code)))
 
 
 @pytest.mark.parametrize(
@@ -359,15 +359,15 @@ def test_nothing_is_reported_without_being_asked(run: Callable[..., int], stand_
 
 
 def test_only_rank_0_reports(stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [type(one) for one in trackers.callbacks(["wandb"])] == [stand_in]
+    assert [type(one) for one in trackers.tracker_callbacks(["wandb"])] == [stand_in]
     second = distributed.Ranks(rank=1, local_rank=1, world_size=2, local_world_size=2)
     monkeypatch.setattr(distributed, "ranks", lambda: second)
-    assert trackers.callbacks(["wandb"]) == []
+    assert trackers.tracker_callbacks(["wandb"]) == []
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_pip_line(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(UserError, match=r"names neptune, comet_ml, which .* Run `pip install neptune comet-ml`, or"):
-        preflight.check_trackers(["neptune", "comet_ml"])
+        packages.check_trackers(["neptune", "comet_ml"])
 
 
 def test_a_tracker_that_cannot_begin_ends_the_run(
@@ -393,13 +393,13 @@ def test_a_tracker_that_fails_later_costs_its_figures_alone(
 def test_the_table_knows_only_trackers_of_transformers() -> None:
     assert set(TRACKERS) <= set(integration_utils.INTEGRATION_TO_CALLBACK)
     with pytest.raises(RunError, match="^logging.report_to: swanlab cannot be used here: .*pip install swanlab"):
-        trackers.callbacks(["swanlab"])
+        trackers.tracker_callbacks(["swanlab"])
 
 
 def test_statistics_of_the_services_are_off_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
     monkeypatch.setenv("DO_NOT_TRACK", "0")
-    trackers.no_telemetry()
+    trackers.disable_telemetry()
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true" and os.environ["DO_NOT_TRACK"] == "0"
 
 

@@ -34,7 +34,7 @@ def batch(packed: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[lis
 def test_statistics_equal_a_loop_over_tokens(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_statistics, "CHUNK", 3)
     inputs, logits, places = batch(packed)
-    found = token_statistics.of_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
+    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
     assert found is not None
     losses, entropy, right = [], 0.0, 0
     for document in places:
@@ -54,12 +54,12 @@ def test_outputs_without_logits_have_no_statistics() -> None:
     """Unsloth's fused loss returns an object that is not a tensor, or an empty one."""
     labels = torch.zeros(1, 4, dtype=torch.long)
     for logits in (None, "empty", torch.empty(0)):
-        assert token_statistics.of_outputs(types.SimpleNamespace(logits=logits), labels) is None
+        assert token_statistics.from_outputs(types.SimpleNamespace(logits=logits), labels) is None
 
 
 def test_nothing_supervised() -> None:
     inputs, logits, _ = batch(packed=False)
     inputs["labels"][:] = -100
-    found = token_statistics.of_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
+    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
     assert found is not None and float(found.is_top1.sum()) == 0.0
     assert token_statistics.document_losses(found, inputs).tolist() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.engine.checkpoint import tensor_files
-from finetune.engine.monitoring.run_logger import RunLogger
 from finetune.engine.optimizer import eight_bit, state_bytes
+from finetune.engine.optimizer.learning_rate import set_learning_rate
 from finetune.engine.sharding import memory_per_rank, shard
-from finetune.engine.trainer import move_schedule, set_learning_rate
+from finetune.engine.training.loss import StepStatistics
+from finetune.engine.training.schedule import move_schedule
 from finetune.measure import trial
 from patches import torchao_state_dtype
 
 pytest.importorskip("torchao")
-
-
-@pytest.fixture
-def one_rank_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +46,16 @@ def state(shape: tuple[int, ...], signed: bool, seed: int = 0) -> Any:
 def test_numbers_that_were_in_codes_become_the_same_codes(name: str) -> None:
     """torchao's own `copy_` makes other ones of a block whose largest number is negative."""
     before = state((64, 256), name == "exp_avg")
-    after: Any = eight_bit.encoded(before.dequantize(), name)
+    after: Any = eight_bit.encode(before.dequantize(), name)
     assert torch.equal(after.codes, before.codes)
     assert torch.allclose(after.scale, before.scale, rtol=1e-6)
     assert torch.allclose(after.dequantize(), before.dequantize(), rtol=1e-6, atol=0)
-    assert eight_bit.encoded(before, name) is before
+    assert eight_bit.encode(before, name) is before
 
 
 def test_new_blocks_are_as_close_to_the_numbers_as_torchaos() -> None:
     numbers = torch.randn(16, 256)
-    ours, theirs = eight_bit.encoded(numbers, "exp_avg"), state((16, 256), True)
+    ours, theirs = eight_bit.encode(numbers, "exp_avg"), state((16, 256), True)
     theirs.copy_(numbers)
     error, allowed = ((one.dequantize() - numbers).abs().mean() for one in (ours, theirs))  # type: ignore[operator]
     assert error <= allowed * 1.02
@@ -70,9 +63,9 @@ def test_new_blocks_are_as_close_to_the_numbers_as_torchaos() -> None:
 
 def test_small_parts_and_broken_blocks_stay_numbers() -> None:
     for shape in ((15, 256), (17, 255)):
-        assert isinstance(eight_bit.encoded(torch.ones(shape), "exp_avg"), torch.Tensor)
-        assert not hasattr(eight_bit.encoded(torch.ones(shape), "exp_avg"), "codes")
-    small = eight_bit.encoded(eight_bit.rows_of(state((32, 256), True), 0, 8), "exp_avg")
+        assert isinstance(eight_bit.encode(torch.ones(shape), "exp_avg"), torch.Tensor)
+        assert not hasattr(eight_bit.encode(torch.ones(shape), "exp_avg"), "codes")
+    small = eight_bit.encode(eight_bit.slice_rows(state((32, 256), True), 0, 8), "exp_avg")
     assert torch.equal(small, state((32, 256), True).dequantize()[:8])
 
 
@@ -115,7 +108,7 @@ def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path,
     assert "1.exp_avg.codes" not in names  # its rows of 32 numbers would tie the blocks to the number of ranks
 
     whole = Layers().to(dtype)
-    whole.load_state_dict({name: shard.whole(one).clone() for name, one in model.state_dict().items()})
+    whole.load_state_dict({name: shard.gather_full(one).clone() for name, one in model.state_dict().items()})
     read = tensor_files.read_optimizer(tmp_path, list(whole.parameters()), in_codes=True)
     other = trained(whole, 0)
     other.load_state_dict(read)
@@ -123,10 +116,12 @@ def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path,
         for name in ("exp_avg", "exp_avg_sq"):
             own = one[name].to_local()
             assert hasattr(own, "codes") == hasattr(two[name], "codes")
-            assert torch.allclose(eight_bit.decoded(own), eight_bit.decoded(two[name]), rtol=1e-6, atol=0)
+            assert torch.allclose(eight_bit.decode(own), eight_bit.decode(two[name]), rtol=1e-6, atol=0)
     trained(model, 2, optimizer), trained(whole, 2, other)
     for name, one in whole.state_dict().items():
-        assert torch.allclose(one, shard.whole(model.state_dict()[name]), atol=1e-6 if dtype == torch.float32 else 1e-3)
+        assert torch.allclose(
+            one, shard.gather_full(model.state_dict()[name]), atol=1e-6 if dtype == torch.float32 else 1e-3
+        )
 
 
 @pytest.mark.usefixtures("one_rank_group")
@@ -139,7 +134,7 @@ def test_whole_states_are_split_over_the_ranks() -> None:
     for index, one in enumerate(optimizer.state.values()):
         part = state["state"][index]["exp_avg"]
         assert isinstance(part, DTensor)
-        assert torch.allclose(eight_bit.decoded(part.to_local()), eight_bit.decoded(one["exp_avg"]), rtol=1e-6, atol=0)
+        assert torch.allclose(eight_bit.decode(part.to_local()), eight_bit.decode(one["exp_avg"]), rtol=1e-6, atol=0)
     other = trained(split, 0)
     other.load_state_dict(state)
     assert torch.is_tensor(other.param_groups[0]["lr"])
@@ -148,21 +143,24 @@ def test_whole_states_are_split_over_the_ranks() -> None:
 def test_what_a_rank_holds_of_them_is_predicted() -> None:
     model = Layers()
     optimizer = trained(model, 1)
-    found = memory_per_rank.held(model, optimizer)
-    assert found.optimizer == memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer
+    found = memory_per_rank.allocated_bytes(model, optimizer)
+    assert found.optimizer == memory_per_rank.predicted_bytes(model, 1, "adamw_torch_8bit").optimizer
     numbers = 2 * (256 * 32 + 32 * 128)
     assert numbers < (found.optimizer or 0) < 2 * numbers  # not 8 bytes each
-    half = memory_per_rank.predicted(model, 2, "adamw_torch_8bit")
+    half = memory_per_rank.predicted_bytes(model, 2, "adamw_torch_8bit")
     # Of 16 x 256 and 64 x 32 numbers; the second ones are too few for codes, in both states.
     assert half.optimizer == 2 * (4096 + 64 + 1024) + 2 * 4 * (2048 + 64 + 128 + 1)
 
 
 def test_bytes_of_a_part_and_of_a_weight() -> None:
-    assert state_bytes.of_part("adamw_torch_8bit", 2**20, 2) == 2 * (2**20 + 2**20 // 64 + 1024)
-    assert state_bytes.of_part("adamw_torch", 2**20, 2) == 2**22
-    assert state_bytes.of_part("unknown", 2**20, 2) is None
-    assert state_bytes.per_weight("adamw_torch_8bit", 2) == pytest.approx(2.03125)
-    assert (state_bytes.per_weight("adamw_torch", 2), state_bytes.per_weight("sgd", 2)) == (4, 0)
+    assert state_bytes.optimizer_state_bytes("adamw_torch_8bit", 2**20, 2) == 2 * (2**20 + 2**20 // 64 + 1024)
+    assert state_bytes.optimizer_state_bytes("adamw_torch", 2**20, 2) == 2**22
+    assert state_bytes.optimizer_state_bytes("unknown", 2**20, 2) is None
+    assert state_bytes.state_bytes_per_weight("adamw_torch_8bit", 2) == pytest.approx(2.03125)
+    assert (state_bytes.state_bytes_per_weight("adamw_torch", 2), state_bytes.state_bytes_per_weight("sgd", 2)) == (
+        4,
+        0,
+    )
 
 
 def test_a_learning_rate_in_a_tensor_is_set_in_place() -> None:
@@ -181,26 +179,15 @@ def test_a_learning_rate_in_a_tensor_is_set_in_place() -> None:
     assert group["lr"] == 0.5
 
 
-def test_the_logged_rates_are_those_of_their_steps() -> None:
-    rate = torch.tensor(1.0)
-    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": rate}]))
-    logger: Any = SimpleNamespace(_trainer=trainer, _rates=[])
-    args, state = SimpleNamespace(logging_steps=9), SimpleNamespace(global_step=0, max_steps=9)
-    for value in (0.5, 0.25):
-        rate.fill_(value)
-        RunLogger.on_pre_optimizer_step(logger, args, state, None)  # type: ignore[arg-type]
-    assert logger._rates == [0.5, 0.25]
-
-
 def test_the_dry_run_tries_whether_its_state_fits() -> None:
     """Without changing a weight, and counts what it holds."""
     model = Layers()
     optimizer = trained(model, 0)
-    trainer: Any = SimpleNamespace(model=model, optimizer=optimizer, step_losses=[], _step_loss=None)
+    trainer: Any = SimpleNamespace(model=model, optimizer=optimizer, statistics=StepStatistics())
     before = {name: one.clone() for name, one in model.state_dict().items()}
     assert trial.training_state_fits(trainer)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert (
-        trial.optimizer_state_bytes(trainer) - memory_per_rank.predicted(model, 1, "adamw_torch_8bit").optimizer
+        trial.optimizer_state_bytes(trainer) - memory_per_rank.predicted_bytes(model, 1, "adamw_torch_8bit").optimizer
         == 5 * 4
     )  # type: ignore[operator]

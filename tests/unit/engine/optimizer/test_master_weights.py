@@ -32,7 +32,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, memory: list[float | None], param
     """A stack of ranks with GPUs of so many GiB, and a model of so many parameters."""
     monkeypatch.setattr(master_weights.distributed, "gather_objects", lambda own: memory)
     monkeypatch.setattr(master_weights.hardware, "probe", lambda: SimpleNamespace(memory_gib=memory[0]))
-    monkeypatch.setattr(master_weights, "parameters", lambda config: parameters)
+    monkeypatch.setattr(master_weights, "count_parameters", lambda config: parameters)
     return SimpleNamespace(device="cuda")
 
 
@@ -91,9 +91,9 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     expected = sum(one.numel() for one in load_file(tmp_path / "model.safetensors").values())
     given = Config(model=ModelConfig(model_name_or_path=str(tmp_path)))
     (tmp_path / "model.safetensors").unlink()
-    assert master_weights.parameters(given) == expected
+    assert master_weights.count_parameters(given) == expected
     (tmp_path / "config.json").write_text("{}")
-    assert master_weights.parameters(given) is None
+    assert master_weights.count_parameters(given) is None
 
 
 # --- widening ---------------------------------------------------------------------------------------------------------
@@ -241,18 +241,18 @@ def test_states_stay_float32_when_they_are_loaded() -> None:
 def test_unchanged_weights_are_counted_where_there_is_a_gradient() -> None:
     one, frozen = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(3), requires_grad=False)
     one.grad = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    sample = master_weights.Sample([one, frozen])
+    sample = master_weights.WeightSample([one, frozen])
     with torch.no_grad():
         one[0] += 1
     found = sample.unchanged()
     assert found is not None and found.tolist() == [3, 4]
-    assert master_weights.Sample([frozen]).unchanged() is None
+    assert master_weights.WeightSample([frozen]).unchanged() is None
 
 
 def test_large_tensors_are_sampled() -> None:
     large = torch.nn.Parameter(torch.zeros(100, 1000))
     large.grad = torch.ones_like(large)
-    found = master_weights.Sample([large]).unchanged()
+    found = master_weights.WeightSample([large]).unchanged()
     assert found is not None and found[0] == found[1] and 10_000 < found[1] <= 2**14
 
 

@@ -19,7 +19,7 @@ UPDATE = 1e-3 * torch.randn(256, 128, generator=torch.Generator().manual_seed(1)
 def test_small_updates_are_kept_and_numbers_of_16_bits_stay(dtype: torch.dtype) -> None:
     old = WEIGHT.to(dtype).float()
     update = UPDATE * (1 if dtype == torch.bfloat16 else 1 / 8)  # float16 is 8 times as fine
-    found = rounding.rounded(old + update, dtype, "w")
+    found = rounding.round_to(old + update, dtype, "w")
     assert found.dtype == dtype
 
     def kept(rounded: torch.Tensor) -> float:
@@ -31,19 +31,19 @@ def test_small_updates_are_kept_and_numbers_of_16_bits_stay(dtype: torch.dtype) 
     lower = torch.nextafter(found, torch.full_like(found, -torch.inf)).float()
     upper = torch.nextafter(found, torch.full_like(found, torch.inf)).float()
     assert ((lower < old + update) & (old + update < upper)).all()
-    assert torch.equal(rounding.rounded(old, dtype, "w").float(), old)
+    assert torch.equal(rounding.round_to(old, dtype, "w").float(), old)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
-    assert torch.equal(rounding.rounded(special, dtype, "w").float(), special)
-    assert rounding.rounded(torch.tensor([torch.nan]), dtype, "w").isnan().all()
+    assert torch.equal(rounding.round_to(special, dtype, "w").float(), special)
+    assert rounding.round_to(torch.tensor([torch.nan]), dtype, "w").isnan().all()
 
 
 def test_the_tensors_name_and_the_seed_decide() -> None:
-    first = rounding.stochastic(WEIGHT, torch.bfloat16, "a")
+    first = rounding.round_stochastically(WEIGHT, torch.bfloat16, "a")
     torch.manual_seed(7)
-    assert torch.equal(rounding.stochastic(WEIGHT, torch.bfloat16, "a"), first)
-    assert not torch.equal(rounding.stochastic(WEIGHT, torch.bfloat16, "b"), first)
-    assert not torch.equal(rounding.stochastic(WEIGHT, torch.bfloat16, "a", seed=1), first)
-    assert torch.equal(rounding.rounded(WEIGHT, torch.float32, "a"), WEIGHT)
+    assert torch.equal(rounding.round_stochastically(WEIGHT, torch.bfloat16, "a"), first)
+    assert not torch.equal(rounding.round_stochastically(WEIGHT, torch.bfloat16, "b"), first)
+    assert not torch.equal(rounding.round_stochastically(WEIGHT, torch.bfloat16, "a", seed=1), first)
+    assert torch.equal(rounding.round_to(WEIGHT, torch.float32, "a"), WEIGHT)
 
 
 def test_a_fully_trained_model_is_saved_alike_in_one_file_and_in_shards(tmp_path: Path) -> None:

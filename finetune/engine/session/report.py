@@ -5,22 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from finetune.config import Config, scaled_learning_rate
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.checkpoint.resume import Start
+    from finetune.engine.checkpoint.resume import StartPoint
     from finetune.engine.job import Job
 
 
-def print_introduction(job: Job, start: Start) -> None:
+class MicroBatch(Protocol):
+    """The choice of a micro-batch (`finetune.measure.micro_batch`)."""
+
+    per_device: int
+    searches: bool  # before the first step
+    reason: str
+    seconds: float
+
+    def to_dict(self) -> JsonObject: ...
+
+
+def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine.job import layouts
+    from finetune.engine.job import layout_facts
     from finetune.engine.kernels import fp8
     from finetune.engine.model import adapter_targets
     from finetune.engine.optimizer import master_weights
@@ -63,7 +75,7 @@ def print_introduction(job: Job, start: Start) -> None:
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
     rate = scaled_learning_rate(training, batch.global_batch_size)
-    if (lost := master_weights.warning(job.model, job.master_weights, rate)) is not None:
+    if (lost := master_weights.lost_updates_warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
@@ -77,14 +89,14 @@ def print_introduction(job: Job, start: Start) -> None:
     if config.rows_from_script:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")
-    console().print(ledger.table(job.data.ledgers, layouts(job)))
+    console().print(ledger.table(job.data.ledgers, layout_facts(job)))
     if (table := ledger.sources_table(job.data.ledgers)) is not None:
         console().print(table)
     for note in ledger.notes(job.data.ledgers):
         print_line(note)
 
 
-def print_micro_batch(job: Job, size: Any) -> None:
+def print_micro_batch(job: Job, size: MicroBatch) -> None:
     """Print what the search before the first step has found (`MicroBatchChoice`)."""
     row = "row" if job.unpacked_because else "pack"
     print_line(
@@ -113,13 +125,13 @@ def method(job: Job) -> str:
     return "QLoRA" if model.load_in_4bit else "8-bit LoRA" if model.load_in_8bit else "LoRA"
 
 
-def print_finished(config: Config, done: dict[str, Any], named: Callable[[str], str]) -> None:
+def print_finished(config: Config, done: JsonObject, named: Callable[[str], str]) -> None:
     """Print that there is nothing to do.
 
     Args:
         named: gives the settings in a text the names that the user knows.
     """
-    from finetune.engine.checkpoint import resume
+    from finetune.engine.checkpoint import run_settings
 
     training, steps = config.training, done.get("steps")
     early = bool(done.get("early_stopping"))
@@ -130,15 +142,15 @@ def print_finished(config: Config, done: dict[str, Any], named: Callable[[str], 
         "continues it."
     )
     if training.max_steps <= 0 and not early:
-        text += f" One more epoch: the same command with {resume.further_epochs(training.num_train_epochs + 1)}"
+        text += f" One more epoch: the same command with {run_settings.further_epochs(training.num_train_epochs + 1)}"
     print_line(named(text))
 
 
-def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) -> str:
+def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> str:
     """Print which evaluation was the best and whether training ended early. Returns the text; empty without either.
 
     Args:
-        best: `best.summary` of the run.
+        best: `best.best_summary` of the run.
         stopped_at: step at which early stopping ended the training.
         total: optimizer steps of the complete run.
     """
@@ -159,7 +171,7 @@ def print_stopped(checkpoint: Path, resume_with: str) -> None:
     print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with {resume_with}.")
 
 
-def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str) -> None:
+def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> None:
     """Print the results of a finished run.
 
     Args:

@@ -13,7 +13,7 @@ from finetune import train
 from finetune.config import load
 from finetune.runtime.hooks import Hooks
 from tests.helpers import tiny
-from tests.unit.engine.checkpoint.test_resume import in_this_process
+from tests.helpers.runs import in_this_process
 
 
 class FirstStep(transformers.TrainerCallback):

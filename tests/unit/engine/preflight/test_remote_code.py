@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from finetune.config import load
-from finetune.engine import preflight
-from finetune.engine.model import loading
+from finetune.engine.model import load_errors, tokenizer_loading
+from finetune.engine.preflight import config_checks, remote_code
 from finetune.errors import UserError
 
 
@@ -36,10 +36,10 @@ def test_code_of_a_model_is_refused_before_anything_is_loaded(folder: Path, tmp_
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     bring_code(folder, "config.json", tmp_path / "ran", auto_map=code, model_type="strange")
     with pytest.raises(UserError, match=r"config.json asks to run .*evil.Config.* model.trust_remote_code: true"):
-        preflight.check_model(config(folder))
-    preflight.check_model(config(folder, "--model.trust_remote_code"))  # allowed
+        config_checks.check_model(config(folder))
+    config_checks.check_model(config(folder, "--model.trust_remote_code"))  # allowed
     bring_code(folder, "config.json", tmp_path / "ran", model_type="llama")  # transformers' own class is taken
-    preflight.check_model(config(folder))
+    config_checks.check_model(config(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -48,7 +48,7 @@ def test_code_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     bring_code(folder, "tokenizer_config.json", tmp_path / "ran", auto_map=code, tokenizer_class="Tokenizer")
     bring_code(folder, "config.json", tmp_path / "ran", model_type="strange")
     with pytest.raises(UserError, match=r"tokenizer_config.json asks to run .*evil.Tokenizer.*trust_remote_code: true"):
-        loading.load_tokenizer(config(folder))
+        tokenizer_loading.load_tokenizer(config(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -67,14 +67,14 @@ def test_pickled_weights_that_run_code(folder: Path, tmp_path: Path) -> None:
 
     with (
         pytest.raises(UserError, match=r"pytorch_model.bin cannot be read as plain weights.*safetensors"),
-        loading._model_not_found(str(folder), "model"),
+        load_errors.explain_load_error(str(folder), "model"),
     ):
         AutoModelForCausalLM.from_pretrained(folder)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(UserError, match="could run code"):
-        preflight.check_refused(str(folder), "model", pickle.UnpicklingError("x"))
+        remote_code.explain_refused_code(str(folder), "model", pickle.UnpicklingError("x"))
 
 
 def test_other_errors_pass(folder: Path) -> None:
     for error in (OSError("no file"), ValueError("Unrecognized model")):
-        preflight.check_refused(str(folder), "model", error)
+        remote_code.explain_refused_code(str(folder), "model", error)

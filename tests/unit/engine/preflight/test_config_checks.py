@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import types
 from pathlib import Path
 
 import pytest
-import transformers
 from huggingface_hub import constants
-from transformers import trainer_optimizer
-from transformers.training_args import OptimizerNames
 
 from finetune.config import Config, load
-from finetune.engine import preflight
+from finetune.engine.preflight import adapter_files, config_checks
 from finetune.errors import UserError
-from tests.helpers import launch
-
-# Optimizers that need other hardware, or a package that is not on PyPI.
-OF_OTHER_HARDWARE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
 
 
 def config(name: Path | str, *extra: str) -> Config:
@@ -36,10 +27,10 @@ def adapter(tmp_path: Path) -> Path:
 
 def test_a_folder_of_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a folder with neither config.json nor adapter_config.json"):
-        preflight.check_model(config(tmp_path))
+        config_checks.check_model(config(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    preflight.check_model(config(tmp_path))
-    assert preflight.adapter(config(tmp_path)) is None
+    config_checks.check_model(config(tmp_path))
+    assert adapter_files.adapter(config(tmp_path)) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
@@ -55,7 +46,7 @@ def test_a_fifo_in_a_model_folder_is_found_before_a_library_waits_for_it(name: s
     (adapter / "adapter_config.json").write_text(json.dumps(content))
     for given in (config(base), config(adapter, "--lora.continue_adapter", "true")):
         with pytest.raises(UserError, match=f"{base} cannot be loaded as a model: {name} is a FIFO, not a regular"):
-            preflight.check_model(given)
+            config_checks.check_model(given)
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +55,13 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the Hub"):
         with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, and .*no such model in the cache"):
-            preflight.check_model(config(name))
+            config_checks.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(UserError, match="cannot be reached"):
-        preflight.check_model(config("some/model"))
-    assert preflight.adapter(config("some/model")) is None
+        config_checks.check_model(config("some/model"))
+    assert adapter_files.adapter(config("some/model")) is None
 
 
 def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +73,14 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text("{}")
-    preflight.check_model(config("some/model"))
+    config_checks.check_model(config("some/model"))
     (snapshot / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
     with pytest.raises(UserError, match="already an adapter of base"):
-        preflight.check_model(config("some/model"))
+        config_checks.check_model(config("some/model"))
 
 
 def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
-    for look in (preflight.check, preflight.adapter):
+    for look in (config_checks.check, adapter_files.adapter):
         with pytest.raises(UserError, match="already an adapter of base.*lora.continue_adapter: true"):
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
@@ -97,46 +88,5 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
         with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration has {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
-    preflight.check_model(right)
-    assert (preflight.adapter(right) or {})["r"] == 8
-
-
-# --- the package of an optimizer, compared with what transformers refuses -------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted({one.value for one in OptimizerNames} - OF_OTHER_HARDWARE))
-def test_transformers_asks_for_the_same_packages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for asked in [one for one in dir(trainer_optimizer) if one.startswith("is_") and one.endswith("_available")]:
-        monkeypatch.setattr(trainer_optimizer, asked, lambda *version: False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    adam = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
-    args = types.SimpleNamespace(optim=OptimizerNames(name), learning_rate=1e-3, optim_args=None, **adam)
-    try:
-        transformers.Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, ValueError) as error:
-        with pytest.raises(UserError) as refused:
-            preflight.check_optimizer(name)
-        package = str(refused.value).split("pip install ")[1].split("`")[0]
-        assert package.replace("-", "_") in str(error).replace("-", "_")  # lomo-optim, lomo_optim
-    else:
-        preflight.check_optimizer(name)
-
-
-def test_a_package_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: asked.append(module) or module)
-    for name in OptimizerNames:
-        preflight.check_optimizer(name.value)
-    source = Path(transformers.utils.import_utils.__file__).read_text()
-    assert len(set(asked)) == len(preflight.PACKAGES)
-    assert all(f'"{module}"' in source for module in asked)  # the modules that transformers looks for
-
-
-@pytest.mark.process
-def test_a_run_says_so_before_it_loads_anything(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rows.jsonl")]
-    done = launch.run("1 rank", [*words, "--training.optim", "grokadamw"], cache=tmp_path)
-    assert done.returncode == 2
-    assert "error: training.optim: grokadamw needs the package grokadamw" in done.stdout
-    assert "Traceback" not in done.stdout
+    config_checks.check_model(right)
+    assert (adapter_files.adapter(right) or {})["r"] == 8

@@ -1,0 +1,253 @@
+"""The output folder of a run: checks, an earlier run's files, free space, and the final model's files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.engine.checkpoint.checkpoints import checkpoints, complete_checkpoints
+from finetune.engine.record import CONFIGURATION, FILE_NAME
+from finetune.errors import UserError
+from finetune.runtime import files
+from finetune.runtime.files import remove, remove_atomically
+from finetune.runtime.files import staging as staging
+from finetune.runtime.machine import disk
+from finetune.runtime.ranks import activity, distributed
+
+FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+
+
+# What a killed run can leave behind. Matches only names that this package creates.
+_LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
+
+
+SHARED_SECONDS = 15.0  # for a new file to be seen on another machine; NFS remembers what it found for up to a minute
+
+
+SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
+
+
+def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+    """Check that the output folder holds no other run, is writable and has free space. Writes nothing.
+
+    Raises:
+        UserError: one of these is not so.
+    """
+    files.check_name(output_dir, "training.output_dir")
+    parent = _nearest_existing_folder(output_dir)
+    existing = run_files(output_dir)
+    if existing and not resuming and not overwrite:
+        raise UserError(output_taken_message(output_dir, existing))
+    for name in ("runs", "hang"):
+        if (output_dir / name).is_symlink():
+            raise UserError(
+                f"{output_dir / name} is a symbolic link, and the run would write where it points. Remove it, or give "
+                "another training.output_dir."
+            )
+    if not os.access(parent, os.W_OK):
+        raise UserError(
+            f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."
+        )
+    check_space(output_dir, SPARE_BYTES, "the run's records")
+
+
+def check_shared(output_dir: Path) -> None:
+    """If the run has several machines, check that each sees what the others write into the output folder: every rank
+    writes its part of a checkpoint there. Every rank calls it; leaves nothing behind.
+
+    Raises:
+        UserError: on every rank: a machine has no such folder, another one, or cannot write there.
+    """
+    me = distributed.ranks()
+    if not me.on_several_machines:
+        return
+    token = distributed.gather_objects(uuid.uuid4().hex)[0]
+    own = output_dir / f".finetune-{token}-{me.rank}"
+    try:
+        why = _write_token(own) if me.is_main else None
+        distributed.barrier()
+        if me.is_local_main and not me.is_main:
+            seen = _wait_for_file(output_dir / f".finetune-{token}-0")
+            why = _write_token(own) if seen else "it has another folder under that path, or none"
+        machines = distributed.gather_objects((me.is_local_main, socket.gethostname(), why))
+        if me.is_main:  # what another machine has written reaches this one
+            unseen = [
+                rank
+                for rank, (writes, _, wrong) in enumerate(machines)
+                if writes and wrong is None and not _wait_for_file(output_dir / f".finetune-{token}-{rank}")
+            ]
+        else:
+            unseen = []
+        unseen = distributed.gather_objects(unseen)[0]
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
+    found = [(rank, name, why) for rank, (_, name, why) in enumerate(machines) if why is not None]
+    found += [(rank, machines[rank][1], "what it writes there does not reach rank 0") for rank in unseen]
+    if found:
+        where = "; ".join(f"on {name} (rank {rank}) {why}" for rank, name, why in found)
+        raise UserError(
+            f"training.output_dir is {output_dir}, which is not on a disk that all machines share: {where}. Each rank "
+            "writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a shared "
+            "volume) that is mounted under the same path on all machines."
+        )
+
+
+def _write_token(path: Path) -> str | None:
+    """Why an empty file cannot be created; None if it was."""
+    try:
+        path.touch(exist_ok=False)
+    except OSError as error:
+        return f"it cannot be written ({error.strerror})"
+    return None
+
+
+def _wait_for_file(path: Path) -> bool:
+    """Whether a file of another machine is there. Network file systems may take some time; reading the folders above it
+    has them look again."""
+    until = time.monotonic() + SHARED_SECONDS
+    while not path.exists():
+        for folder in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                os.listdir(folder)
+        if time.monotonic() > until:
+            return False
+        threading.Event().wait(0.2)
+    return True
+
+
+def run_files(output_dir: Path) -> list[str]:
+    """Names of what a run has left in its output folder; empty if there is none."""
+    found = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
+    return found + [path.name for path in checkpoints(output_dir)]
+
+
+def output_taken_message(output_dir: Path | str, existing: list[str]) -> str:
+    """What is wrong with an output folder that holds another run, and what to do."""
+    return (
+        f"training.output_dir is {output_dir}, which holds another run ({', '.join(existing[:4])}). To resume it, set "
+        "training.resume_from_checkpoint: true; for a new run give another folder, or set "
+        "training.overwrite_output_dir: true to replace it."
+    )
+
+
+def _nearest_existing_folder(output_dir: Path) -> Path:
+    """The output folder, or the nearest folder above it that exists.
+
+    Raises:
+        UserError: a file or a broken symbolic link is in the way.
+    """
+    for path in (output_dir, *output_dir.absolute().parents):
+        if path.is_dir():
+            return path
+        if path.is_symlink() and not path.exists():
+            raise UserError(
+                f"training.output_dir is {output_dir}: {path} is a symbolic link to {os.readlink(path)}, which does "
+                "not exist. Create that folder, or give another one."
+            )
+        if path.exists():
+            where = "which is a file" if path == output_dir else f"which is below {path}, a file"
+            raise UserError(f"training.output_dir is {output_dir}, {where}. Give a folder.")
+    raise UserError(f"training.output_dir is {output_dir}: no folder above it exists. Give another folder.")
+
+
+def clear(output_dir: Path) -> None:
+    """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
+    for path in checkpoints(output_dir):
+        remove_atomically(path)
+    for path in _records_and_final_files(output_dir):
+        if not path.is_symlink():
+            remove(path)
+
+
+def archive_earlier_run(output_dir: Path) -> Path | None:
+    """Move an earlier run's checkpoints, records and final files to `earlier-run-N`. Every rank calls it. Returns that
+    folder; None if there is nothing to move."""
+    moved: Path | None = None
+    if distributed.ranks().is_main:
+        found = [path for path in (*checkpoints(output_dir), *_records_and_final_files(output_dir)) if path.exists()]
+        if found:
+            numbers = (number for number in itertools.count(1) if not (output_dir / f"earlier-run-{number}").exists())
+            moved = output_dir / f"earlier-run-{next(numbers)}"
+            moved.mkdir()
+            for path in found:
+                path.rename(moved / path.name)
+            files.sync_folder(output_dir)
+    return distributed.gather_objects(moved)[0]
+
+
+def _records_and_final_files(output_dir: Path) -> list[Path]:
+    names = ("runs", "hang", FILE_NAME, CONFIGURATION, "adapter_config.json", *FINAL_WEIGHTS)
+    return [*output_dir.glob("model-*-of-*.safetensors"), *(output_dir / name for name in names)]
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove partial files of killed runs. Only for the run that owns the folder: the partial files of a live run
+    look the same."""
+    if output_dir.is_dir():
+        for path in list(output_dir.iterdir()):
+            if _LEFTOVER.fullmatch(path.name):
+                remove(path)
+
+
+def prepare_output(output_dir: Path, *, overwrite: bool) -> None:
+    """Remove partial files of earlier runs and, with `overwrite`, all their files. Every rank calls it."""
+    if distributed.ranks().is_main:
+        remove_leftovers(output_dir)
+        if overwrite:
+            clear(output_dir)
+    distributed.barrier()
+
+
+def check_space(output_dir: Path, needed: int, what: str) -> None:
+    """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
+    free = shutil.disk_usage(files.nearest_existing(output_dir)).free
+    if free < needed:
+        raise UserError(
+            f"training.output_dir is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "
+            f"{needed / 2**20:,.0f} MiB. Free some space or give a folder on another disk."
+        )
+
+
+def explain_full_disk(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
+    """`disk.disk_errors`, which then names the newest complete checkpoint."""
+    return disk.disk_errors(
+        output_dir, what, lambda: next((path.name for path in reversed(complete_checkpoints(output_dir))), None)
+    )
+
+
+@contextlib.contextmanager
+def final_files(output_dir: Path, *, main: bool = True) -> Iterator[Path]:
+    """A temporary folder for the final model. If the block succeeds, its files are synced and moved into `output_dir`,
+    weights first, so that a reader who sees the config finds the weights. Otherwise they are removed.
+
+    Args:
+        main: False on ranks that only add files to the folder.
+    """
+    folder = output_dir / ".final.partial"
+    if not main:
+        with activity.during("saving"):
+            yield folder
+        return
+    remove(folder)
+    folder.mkdir(parents=True)
+    try:
+        with activity.during("saving"):
+            yield folder
+            files.sync_tree(folder)
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
+            if path.is_dir():  # such as further chat templates
+                remove(output_dir / path.name)
+            os.replace(path, output_dir / path.name)
+        files.sync_folder(output_dir)
+    finally:
+        remove(folder)

@@ -1,0 +1,50 @@
+"""Arguments of the loaders that follow from a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.config import Config
+from finetune.runtime.bootstrap import Stack
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+
+def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
+    """The configured dtype. `auto`: bfloat16 if the GPU supports it, else float16; float32 on a CPU."""
+    if config.model.dtype != "auto":
+        return getattr(torch, config.model.dtype)
+    if stack.device == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def quantization_bits(config: Config) -> int | None:
+    """Bits of the quantized weights; None without quantization."""
+    return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None
+
+
+def quantization_config(bits: int | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """The transformers backend's quantization of frozen weights to 4 or 8 bits; None for None.
+
+    Args:
+        dtype: that 4-bit weights are multiplied in.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if bits == 4:  # NF4 with double quantization: the QLoRA paper, arXiv 2305.14314
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else None
+
+
+def attention_arguments(config: Config) -> dict[str, str]:
+    chosen = config.model.attn_implementation
+    return {} if chosen is None else {"attn_implementation": chosen}

@@ -1,0 +1,110 @@
+"""Whether a model can train on packs of documents, and what it needs for it."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from finetune.config import Config
+from finetune.data.packs import MAX_PADDING_SEGMENT
+from finetune.engine.kernels import attention
+from finetune.engine.model import positions
+from finetune.engine.model.load_arguments import resolve_dtype
+from finetune.engine.model.loading import keep_4bit_layout
+from finetune.engine.sharding import shard
+from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import flash
+from finetune.runtime.ranks import distributed
+from finetune.runtime.types import Model
+
+# Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
+_PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Models that Unsloth does not pack: soft-capped attention that it cannot compile this way, and attention sinks.
+_UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
+
+
+def why_not_packed(model: Model, stack: Stack) -> str | None:
+    """Why packed documents would attend to each other in this model; None if they do not."""
+    config = model.config
+    text = config.get_text_config()
+    if config is not text:
+        return f"{config.model_type} is a multimodal model, whose positions are not a simple count"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    names = {type(module).__name__ for module in model.modules()}
+    recurrent += sorted(
+        name for name in names if any(part in name for part in ("Mamba", "GatedDelta", "Rwkv", "ShortConv"))
+    )
+    if recurrent:
+        return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
+    if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
+        return f"Unsloth does not separate packed documents in {text.model_type}"
+    table = positions.limit(model)
+    if table is not None and table < MAX_PADDING_SEGMENT:
+        return f"{text.model_type} has a table of {table} positions, fewer than the padding of a pack may take"
+    own = str(text._attn_implementation)
+    if own not in _PACKS:
+        return f"attention {own!r} is not known to separate packed documents"
+    forward = type(shard.base_model(model)).forward
+    if stack.backend == "transformers" and "position_ids" not in inspect.signature(forward).parameters:
+        return f"{text.model_type} takes no position ids, which say where a packed document begins"
+    return None
+
+
+def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
+    """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
+    an attention that the user has set. Every rank calls it.
+
+    Returns:
+        Why packed documents would attend to each other all the same; None if they do not.
+    """
+    if stack.backend == "transformers":
+        dtype = resolve_dtype(config, stack)
+        if stack.device == "cuda" and config.model.attn_implementation is None:
+            attention.use_for_packs(model, dtype)
+        if model.config._attn_implementation in (attention.PACKED, "flex_attention"):
+            return None  # the first gets the boundaries from the trainer; the second would compile for the trial
+        if any(distributed.gather_objects(_attends_across_documents(model, dtype))):
+            return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
+        return None
+    if stack.device != "cuda":
+        return None
+    from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
+    from unsloth.utils.packing import mark_allow_overlength
+
+    mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
+    enable_hf_packed_attention()
+    if config.model.packed_attention != "torch" and flash.is_switch_installed():
+        from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
+
+        flash_blocks.install_switch()
+    return None
+
+
+@torch.no_grad()
+def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
+    """Whether the logits of a packed document change with the document before it. Not every model of transformers
+    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not).
+
+    Args:
+        dtype: that the run computes in.
+    """
+    device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
+    first, tokens = 8, 20
+    ids = torch.arange(tokens, device=device)[None] % vocabulary
+    other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
+    places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
+    keep_4bit_layout(model)
+    was_training = model.training
+    model.eval()
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # as the trainer calls it
+        found, changed = (
+            model(input_ids=one, position_ids=places, use_cache=False).logits[0, first:].float() for one in (ids, other)
+        )
+    model.train(was_training)
+    if shard.is_sharded(model):
+        shard.reshard(model)
+    # Masked positions add nothing, but experts may round differently beside other tokens.
+    in_float32 = device.type == "cpu" and dtype == torch.float32  # GPUs may multiply in TF32
+    return bool((found - changed).abs().max() > (1e-4 if in_float32 else 0.05) * found.abs().max())

@@ -1,0 +1,71 @@
+"""The model's tokenizer: loading, padding, chat template, and whether it fits the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.data.templates.chat_templates import load_template
+from finetune.engine.model.load_errors import explain_load_error
+from finetune.errors import UserError
+from finetune.runtime import files
+from finetune.runtime.types import Model, Tokenizer
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The model's tokenizer, with padding.
+
+    Raises:
+        UserError: it is found neither locally nor on the Hub.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.model.model_name_or_path
+    files.check_name(Path(str(name)), "model.model_name_or_path")
+    with explain_load_error(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    return set_padding(tokenizer)
+
+
+def set_padding(tokenizer: Any) -> Any:
+    """Give the tokenizer a pad token, if it has a special token for that, and right padding; and return it."""
+    if tokenizer.pad_token is None:
+        # Padding is masked in attention and labels, so any token will do. But a token of text would become a special
+        # one, which is left out of decoded answers.
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        tokenizer.pad_token = tokenizer.eos_token or next(special, None)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def set_chat_template(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+    """Give the tokenizer the chat template of the configuration, so that it is saved with the model; and return it."""
+    if config.model.chat_template not in (None, "none"):
+        tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
+    return tokenizer
+
+
+def check_vocabulary(model: Model, tokenizer: Tokenizer, ledger: Mapping[str, Any], split: str) -> None:
+    """Check that every token id has a row in the model's embedding. Otherwise CUDA fails with an unspecific assertion,
+    and a CPU with an IndexError.
+
+    Args:
+        ledger: of the rows, `Data.ledgers`.
+
+    Raises:
+        UserError: the tokenizer's vocabulary, or a token id of the user's own, is larger than the model's.
+    """
+    count, largest = model.get_input_embeddings().weight.shape[0], ledger["largest"]
+    if largest["id"] < count:
+        return
+    found = f"{largest['where']} ({split}) has the token id {largest['id']}, and the model's embedding has {count} rows"
+    if tokenizer.convert_ids_to_tokens(largest["id"]) is None:
+        raise UserError(f"{found}. Correct the row: its ids must be those of the model's tokenizer.")
+    raise UserError(
+        f"The tokenizer does not fit the model: {found}. Use the tokenizer that belongs to the model, or resize the "
+        "embedding (`model.resize_token_embeddings`) and save the model first."
+    )

@@ -1,0 +1,78 @@
+"""A model that is an adapter: its configuration, and the folder of its base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.config import Config
+from finetune.engine.preflight.hub import hub_is_off
+from finetune.engine.preflight.model_files import ADAPTER, cached_model_file, model_folder, read_object
+from finetune.errors import UserError
+from finetune.runtime.files import read_json
+
+
+def adapter(config: Config) -> dict | None:
+    """The model's adapter_config.json, from the Hub if necessary; None for a full model.
+
+    Raises:
+        UserError: it is an adapter but the configuration does not continue one.
+    """
+    found = local_adapter(config) or _hub_adapter(config)
+    check_adapter(config, found)
+    return found
+
+
+def base_folder(config: Config) -> Path | None:
+    """Folder of the base model: local, or a snapshot in the Hub's cache. For an adapter, the folder of its base. None
+    if it is not on this machine yet."""
+    name, revision = str(config.model.model_name_or_path), config.model.revision
+    if (adapter := local_adapter(config)) is not None:
+        name, revision = str(adapter.get("base_model_name_or_path")), None
+    return model_folder(name, revision)
+
+
+def local_adapter(config: Config) -> dict | None:
+    """The adapter's configuration in the folder or the cache."""
+    folder = Path(str(config.model.model_name_or_path))
+    file = folder / ADAPTER if folder.is_dir() else cached_model_file(config, ADAPTER)
+    return read_object(file) if file and file.is_file() else None
+
+
+def _hub_adapter(config: Config) -> dict | None:
+    import httpx
+    from huggingface_hub import file_exists, hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    name, revision = str(config.model.model_name_or_path), config.model.revision
+    if Path(name).is_dir() or hub_is_off():
+        return None
+    try:
+        if not file_exists(name, ADAPTER, revision=revision):
+            return None
+        return read_json(Path(hf_hub_download(name, ADAPTER, revision=revision)))
+    except (httpx.HTTPError, HFValidationError, OSError):
+        return None  # loading the model reports the error better
+
+
+def check_adapter(config: Config, adapter: dict | None) -> None:
+    if adapter is None:
+        return
+    name, base = config.model.model_name_or_path, adapter.get("base_model_name_or_path")
+    if config.model.full_finetuning:
+        raise UserError(
+            f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the "
+            "adapter first, or give the base model."
+        )
+    if not config.lora.continue_adapter:
+        raise UserError(
+            f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would "
+            "replace it. To continue training this one, set lora.continue_adapter: true; to start a new one, give "
+            "the base model."
+        )
+    wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
+    found = {key: adapter.get(key) for key in wanted}
+    if wanted != found:
+        raise UserError(
+            f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration has {wanted}. "
+            "Set lora.r and lora.lora_alpha to the adapter's values."
+        )

@@ -1,0 +1,72 @@
+"""What TensorBoard shows of a run besides the curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from finetune.engine.record import RunRecord
+from finetune.engine.session.evaluation import answer_and_score
+from finetune.engine.session.opening import total_steps
+from finetune.redact import redact_tree
+
+if TYPE_CHECKING:
+    from finetune.engine.job import Job
+    from finetune.engine.monitoring.run_logger import Dashboard
+    from finetune.engine.monitoring.samples import Question
+
+
+def dashboard_pages(
+    job: Job,
+    record: RunRecord,
+    questions: list[Question],
+    review: ModuleType,
+) -> Dashboard:
+    """The pages of TensorBoard.
+
+    Args:
+        record: run.json, as far as it is known when training begins.
+        review: `finetune.review`, which reviews the run and, with training.stop_on_divergence, judges its losses.
+    """
+    from finetune.engine.job import layout_facts
+    from finetune.engine.monitoring import tensorboard_pages
+    from finetune.engine.monitoring.run_logger import Dashboard
+
+    config, known = job.config, redact_tree(record.content)
+    resolved = {name: section for name, section in known["config"].items() if isinstance(section, dict)}
+    facts = ("backend", "backend_reason", "dtype", "world_size", "batch", "learning_rate", "hardware", "versions")
+    run = {name: known[name] for name in facts}
+    run["patches"] = {one["name"]: one["reason"] for one in known["patches"] if one.get("applied")}
+    run["invariants"] = known.get("invariants")
+    if config.logging.profile_steps:
+        run["traces"] = str(Path("runs", "trace-rank-N.json"))
+    first = {
+        "learning rate": known["learning_rate"],
+        "LoRA rank (0: all weights)": 0 if config.model.full_finetuning else config.lora.r,
+        "global batch size": job.batch.global_batch_size,
+        "epochs": total_steps(job) / job.plan().steps_per_epoch,
+    }
+    in_first = ("training.learning_rate", "lora.r", "training.global_batch_size", "training.num_train_epochs")
+    given = {
+        name: value
+        for name, value in tensorboard_pages.flatten(resolved)
+        if name in config.given and name not in in_first
+    }
+    about = {"world_size": known["world_size"], "device": job.hardware.name, "backend": job.stack.backend}
+
+    return Dashboard(
+        texts={
+            "2 data": tensorboard_pages.data_page(
+                job.data.ledgers, layout_facts(job), include_rows=config.logging.include_rows
+            ),
+            "3 run": tensorboard_pages.facts_page(run),
+            "4 configuration": tensorboard_pages.configuration_page(resolved, config.given),
+        },
+        first_hyperparameters=first,
+        hyperparameters=given | about,
+        review=lambda: review.markdown(record.path.parent),
+        divergence=review.divergence if config.training.stop_on_divergence else None,
+        samples=(lambda: answer_and_score(job, questions)) if questions else None,
+        include_rows=config.logging.include_rows,
+    )

@@ -1,0 +1,134 @@
+"""Opens a run and builds its trainer, for train, the dry run, the benchmarks and parity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from finetune.config import Batch, Config
+from finetune.config.data_sources import evaluation_sources, training_sources
+from finetune.data import sources
+from finetune.engine.checkpoint import output_folder, resume
+from finetune.engine.preflight import config_checks
+from finetune.engine.record import RunRecord
+from finetune.runtime import bootstrap, user_code
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.ranks import distributed, multinode
+
+if TYPE_CHECKING:
+    from finetune.engine.job import Job
+    from finetune.runtime.bootstrap import Stack
+
+
+def check_present(config: Config) -> None:
+    """Check that the model's files, the data files and the optimizer's package exist, before any heavy import.
+
+    Raises:
+        UserError: one of them is missing or unreadable.
+    """
+    if config.demo:
+        return
+    config_checks.check(config)
+    check_files(config)
+
+
+def check_files(config: Config) -> None:
+    """Check that the data files exist.
+
+    Raises:
+        UserError: one of them is missing or unreadable.
+    """
+    for origin in (*training_sources(config.data), *evaluation_sources(config.data)):
+        if origin.files:
+            sources.expand(origin.files)
+
+
+def resolve_demo(config: Config) -> tuple[Config, ModuleType | None]:
+    """The configuration and, if it names no model, the demo module, whose model, data and settings are filled in."""
+    if not config.demo:
+        return config, None
+    from finetune.engine import demo
+
+    return demo.configure(config, bootstrap.cache_folder(), distributed.ranks().world_size), demo
+
+
+def open_session(
+    config: Config,
+    batch: Batch,
+    *,
+    demo: ModuleType | None = None,
+    hooks: Hooks = NO_HOOKS,
+    without: Collection[str] = (),
+    on_failure: Callable[..., None] | None = None,
+    before_loading: Callable[[Stack, str], str] | None = None,
+) -> Job:
+    """Start the backend, prepare the data, join the other ranks and load the model.
+
+    Args:
+        demo: as returned by `resolve_demo`.
+        without: names of patches to skip, even if they are needed.
+        on_failure: called with a message if another rank fails, just before this process exits.
+        before_loading: called once the ranks can communicate, before the model is loaded, with how the trained weights
+            would be kept (`master_weights.WeightPrecision.kind`); returns how they are kept.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do.
+    """
+    # The transformers backend is the one that is proven on sharded models.
+    backend, setting = config.model.backend, "model.backend"
+    if config.training.strategy == "shard" and backend == "auto":
+        backend, setting = "transformers", "training.strategy: shard"
+    with bootstrap.library_imports():
+        used = (config.training.optim,)
+        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
+        multinode.start(config.training.join_timeout)
+        from finetune.engine.job import open_job
+        from finetune.engine.training import trainer  # noqa: F401  imports TRL and PEFT
+
+    named = user_code.configured(config.logging)
+    loaded = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]
+    if demo is not None:
+        demo.materialize(bootstrap.cache_folder())
+
+    def connected(weights: str) -> str:
+        return weights if before_loading is None else before_loading(stack, weights)
+
+    job = open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
+    job.user_code = loaded
+    return job
+
+
+def open_and_compare(
+    config: Config,
+    batch: Batch,
+    demo: ModuleType | None,
+    record: RunRecord,
+    without: Collection[str],
+    hooks: Hooks,
+) -> tuple[Job, resume.StartPoint]:
+    """Open the job and find where it starts. Compares everything that must match the checkpoint, and writes nothing.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
+    """
+    start = resume.StartPoint()
+
+    def choose_start(stack: Stack, weights: str) -> str:
+        from finetune.engine.model.load_arguments import resolve_dtype
+
+        nonlocal start
+        output_folder.check_shared(Path(config.training.output_dir))
+        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."), weights)
+        return start.settings["training.master_weights"]
+
+    job = open_session(
+        config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
+    )
+    return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
+
+
+def total_steps(job: Job) -> int:
+    """Optimizer steps of the whole run."""
+    return resume.total_steps(job.config, job.plan().steps_per_epoch)

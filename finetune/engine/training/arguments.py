@@ -1,0 +1,142 @@
+"""TRL's training arguments for a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import torch
+import transformers
+import trl
+
+from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config.arguments import FIXED
+from finetune.config.rules import FOLLOWS_LOSS
+from finetune.engine.checkpoint import best
+from finetune.engine.model.load_arguments import resolve_dtype
+from finetune.engine.optimizer import master_weights
+from finetune.engine.training.schedule import explain_schedule_error
+from finetune.errors import UserError
+from finetune.runtime.bootstrap import Stack
+from finetune.runtime.types import JsonObject
+
+NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
+
+
+def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
+    """TRL's training arguments for a resolved configuration."""
+    training = config.training
+    dtype = resolve_dtype(config, stack)
+    checkpointing = bool(training.gradient_checkpointing)
+    tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
+    settings: JsonObject = dict(
+        output_dir=training.output_dir,
+        per_device_train_batch_size=batch.per_device,
+        per_device_eval_batch_size=training.per_device_eval_batch_size,
+        gradient_accumulation_steps=batch.accumulation,
+        num_train_epochs=training.num_train_epochs,
+        max_steps=training.max_steps,
+        learning_rate=scaled_learning_rate(training, batch.global_batch_size),
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        optim=training.optim,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        bf16=dtype == torch.bfloat16 and (stack.device == "cuda" or training.master_weights == master_weights.FLOAT32),
+        fp16=stack.device == "cuda" and dtype == torch.float16,
+        use_cpu=stack.device == "cpu",
+        gradient_checkpointing=checkpointing,
+        save_strategy="steps" if training.save_steps or tracks_best else "no",
+        save_steps=training.save_steps or NEVER,
+        eval_strategy="steps" if evaluate and training.eval_steps else "no",
+        eval_steps=training.eval_steps or None,
+        logging_steps=config.logging.logging_steps,
+        ddp_timeout=training.ddp_timeout,
+        # A dense model uses every trainable weight in every step. The search for unused ones walks the autograd graph
+        # once per step, and fails with "marked as ready twice" under reentrant checkpointing.
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # the buffers are rotary tables: constant, equal on all ranks
+    )
+    if config.logging.trackers:
+        settings["run_name"] = Path(training.output_dir).resolve().name
+    settings |= training.extra
+    if checkpointing:  # the reentrant kind, torch's default, fails under DDP
+        further = training.extra.get("gradient_checkpointing_kwargs") or {}
+        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False} | further
+    settings |= FIXED | {"report_to": "none"}
+    args = trl.SFTConfig(**current_field_names(settings))
+    if tracks_best:
+        best.set_best_model_arguments(args, training)
+    return args
+
+
+_NEEDS_MODEL = ("galore_", "apollo_", "lomo", "adalomo")  # optimizers that are made for the model's own weights
+
+
+def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
+    """Check the values that only TRL and transformers judge, before a model is loaded.
+
+    Raises:
+        UserError: one of them is refused.
+    """
+    training = config.training
+    try:
+        args = training_arguments(config, stack, batch, evaluate=bool(training.eval_steps))
+        if args.torch_compile:
+            check_compiler(args)
+        if args.activation_offloading and stack.device == "cpu":
+            raise UserError(
+                "training.activation_offloading moves activations off the GPU, and there is none. Remove it."
+            )
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
+        if not training.optim.startswith(_NEEDS_MODEL):
+            kind, settings = trl.SFTTrainer.get_optimizer_cls_and_kwargs(args)
+            kind([parameter], **settings)
+        with explain_schedule_error(training.lr_scheduler_type, training.extra.get("lr_scheduler_kwargs")):
+            schedule = transformers.get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=args.get_warmup_steps(10),
+                num_training_steps=10,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]  # SFTConfig has parsed it
+            )
+            for factor in getattr(schedule, "lr_lambdas", ()):
+                [factor(step) for step in range(11)]  # the last one is read after the last step
+            if training.lr_scheduler_type in FOLLOWS_LOSS:
+                [schedule.step(1.0) for _ in range(3)]  # type: ignore[call-arg]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library raises for a value that it cannot use
+        message = " ".join(str(error).split()) or type(error).__name__
+        given = [*training.extra, "optim", "lr_scheduler_type"]
+        named = [f"training.{key}" for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
+        keys = named or [f"training.{key}" for key in [*training.extra] or ["optim"]]
+        raise UserError(
+            f"{', '.join(keys)}: the libraries cannot use the value: {message[:300].rstrip('.')}. Change or remove it."
+        ) from error
+
+
+def check_compiler(args: trl.SFTConfig) -> None:
+    """Raise a UserError if torch.compile has no such backend or mode."""
+    from accelerate.utils import DynamoBackend
+    from torch._inductor import list_mode_options
+
+    backends, modes = [one.value.lower() for one in DynamoBackend], list(list_mode_options())
+    for key, known in (("torch_compile_backend", backends), ("torch_compile_mode", modes)):
+        value = getattr(args, key)
+        if value is not None and str(value).lower() not in known:
+            raise UserError(f"training.{key} is unknown: {value!r}. Set it to one of {', '.join(known)}.")
+
+
+def current_field_names(settings: JsonObject) -> JsonObject:
+    """The settings with `gradient_checkpointing*` renamed to `activation_checkpointing*` if the installed SFTConfig has
+    these fields, as it does from transformers 5.18 on."""
+    present = {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    settings = dict(settings)
+    for kind in ("checkpointing", "checkpointing_kwargs"):
+        if f"activation_{kind}" in present and f"gradient_{kind}" in settings:
+            settings.setdefault(f"activation_{kind}", settings.pop(f"gradient_{kind}"))
+    return settings

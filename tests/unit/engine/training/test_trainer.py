@@ -1,0 +1,46 @@
+"""The trainer's own methods: its optimizer, and the loss that it hands on."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.training_args import OptimizerNames
+
+from finetune.engine.training.loss import StepStatistics
+from finetune.engine.training.trainer import SFTTrainer
+from finetune.errors import UserError
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "grokadamw"])  # transformers raises an ImportError, a ValueError
+def test_an_optimizer_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    package = {"galore_adamw": "galore_torch"}.get(name, name)
+    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    adam = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    args = types.SimpleNamespace(optim=OptimizerNames(name), learning_rate=1e-3, optim_args=None, **adam)
+    with pytest.raises(UserError, match=f"^training.optim: {name} cannot be used here: .*install .?{package}"):
+        SFTTrainer.get_optimizer_cls_and_kwargs(object.__new__(SFTTrainer), args)
+
+
+def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`loss *= world size` in place, as accelerate does, fails on the view that a fused kernel returned."""
+
+    seen = {}
+
+    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> tuple[torch.Tensor, Any]:
+        seen.update(arguments)
+        return torch.ones(1, requires_grad=True).expand(3)[0], {}
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
+    trainer: Any = object.__new__(SFTTrainer)
+    trainer.model_accepts_loss_kwargs, trainer.load_balancing = True, None
+    trainer.stack = types.SimpleNamespace(backend="transformers", device="cpu")
+    trainer.statistics = StepStatistics()
+    loss = trainer.compute_loss(None, {}, num_items_in_batch=torch.tensor(4), extra="kept")
+    assert not loss._is_view()
+    loss *= 2
+    loss.backward()
+    assert seen["extra"] == "kept" and int(seen["num_items_in_batch"]) == 4  # nothing is dropped on the way
