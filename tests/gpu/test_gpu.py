@@ -170,7 +170,7 @@ def test_out_of_memory_says_what_to_change(folder: Path, dry: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("full", [False, True], ids=["LoRA", "full"])
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+@pytest.mark.parametrize("backend", [pytest.param("unsloth", marks=pytest.mark.unsloth), "transformers"])
 def test_packed_documents_are_as_if_alone(folder: Path, backend: str, full: bool) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU: bfloat16, logits and gradients to 1e-2. Where all weights are
     trained Unsloth takes transformers' own layers, compiled, with another attention than for LoRA."""
@@ -245,6 +245,7 @@ def test_gradients_of_attention_with_a_mask_are_finite() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.unsloth
 def test_rotary_gradients_keep_their_layout() -> None:
     """Unsloth's rotary embedding with the patch against without it, over packs. One GPU."""
     import torch
