@@ -197,13 +197,15 @@ def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memor
     memory.reset()
     seconds: list[float] = []
     full = False
+    model = trainer.model_wrapped
+    assert model is not None  # as it is before `train`
     devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # dropout draws from them
         try:
             for _ in range(PASSES):
                 _synchronize(trainer)
                 began = time.perf_counter()
-                trainer.training_step(trainer.model_wrapped, dict(batch), count)
+                trainer.training_step(model, dict(batch), count)
                 _synchronize(trainer)
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError:

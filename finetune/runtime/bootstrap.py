@@ -227,7 +227,7 @@ def leave_out_noise() -> None:
         log = logging.getLogger(name)
         if not any(isinstance(one, _Without) for one in log.filters):
             log.addFilter(_Without(message))
-    # accelerate gives DDP its former argument; the new one does not do what is meant (engine/trainer.py).
+    # accelerate gives DDP its former argument; the new one does not do what is meant (engine/training/trainer.py).
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
