@@ -307,6 +307,7 @@ def check_mapping(mapping: Mapping[str, str], columns: Iterable[str]) -> None:
 
 
 def _absent_columns(absent: list[str], mapping: Mapping[str, str], columns: list[str]) -> UserError:
+    """What is wrong with mapped columns that no row has, and the mapping that was meant."""
     present = f"the columns are {listed(columns) or 'none'}"
     is_reversed = any(column in _ALL_FIELDS and field in columns for field, column in mapping.items())
     meant, set_it = _meant(mapping, columns), "It is {field: column}: set" if is_reversed else "Set"
