@@ -22,7 +22,7 @@ from finetune.config import Batch, Config, resolve_batch
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
-from finetune.engine.session import opening, report, start_checks
+from finetune.engine.session import disk_checks, opening, report
 from finetune.errors import RunError, UserError
 from finetune.measure import slices, strategy
 from finetune.measure.dry_run_report import TrialResult, launch_line, print_report
@@ -176,8 +176,8 @@ def measure(
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
         report.print_introduction(job, resume.StartPoint())
-        start_checks.check_space(config, job.model)
-        start_checks.check_saving(job)
+        disk_checks.check_space(config, job.model)
+        disk_checks.check_saving(job)
         dry_run.show_example(job)
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:

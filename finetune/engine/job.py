@@ -13,8 +13,8 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
+from finetune.engine import invariants
 from finetune.engine.kernels import liger
-from finetune.engine.monitoring import invariants
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
 from finetune.runtime import bootstrap, startup

@@ -19,13 +19,13 @@ from finetune.engine.record import RunRecord
 from finetune.engine.session import (
     building,
     dashboard,
+    disk_checks,
     evaluation,
     final_model,
     opening,
     out_of_memory,
     recording,
     report,
-    start_checks,
 )
 from finetune.engine.session.report import MicroBatch
 from finetune.errors import RunError
@@ -126,8 +126,8 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
         if (done := door.finished(job, start)) is not None:
             report.print_finished(job.config, done, door.named)
             return RunOutcome(done=done, output=door.leave_finished(job, start, done))
-        start_checks.check_space(job.config, job.model)
-        start_checks.check_saving(job)
+        disk_checks.check_space(job.config, job.model)
+        disk_checks.check_saving(job)
         upper = door.upper_floors()
         size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
         job.batch = job.batch.divided(size.per_device)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from finetune.engine.monitoring import invariants
+from finetune.engine import invariants
 from finetune.parity import run as parity_run
 from finetune.runtime.hooks import Hooks
 

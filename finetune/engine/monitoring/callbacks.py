@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from finetune.engine.monitoring import invariants
+from finetune.engine import invariants
 from finetune.engine.sharding import shard
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, user_code

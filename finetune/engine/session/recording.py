@@ -43,7 +43,7 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
     Raises:
         UserError: a start check failed.
     """
-    from finetune.engine.monitoring import invariants
+    from finetune.engine import invariants
     from finetune.engine.sharding import shard
 
     sharding = None

@@ -25,11 +25,12 @@ from finetune.data import IGNORE_INDEX, ORDER
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
+from finetune.engine import invariants
 from finetune.engine.checkpoint import best, checkpoints, output_folder, tensor_files, tokenizer_files
 from finetune.engine.kernels import attention
 from finetune.engine.model import generation_config, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
-from finetune.engine.monitoring import invariants, token_statistics
+from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.engine.monitoring import invariants
+from finetune.engine import invariants
 from finetune.engine.sharding import (
     memory_per_rank,
 )

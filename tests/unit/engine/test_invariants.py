@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune.engine.monitoring import invariants
-from finetune.engine.monitoring.invariants import CHECKS, Facts
+from finetune.engine import invariants
+from finetune.engine.invariants import CHECKS, Facts
 from finetune.engine.sharding.shard import Sharding
 from finetune.errors import UserError
 
