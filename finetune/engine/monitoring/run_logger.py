@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -37,7 +36,6 @@ _LOWER_RATE = (
     "Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 instead of float16; then "
     "resume from the last checkpoint with training.resume_from_checkpoint: true."
 )
-_EVALUATION = re.compile(r"eval_((?P<set>.+)_)?loss")
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from finetune.data import IGNORE_INDEX, formats, store
 from finetune.data.collate import collate
 from finetune.data.formats import Conversation, RowError
 from finetune.data.templates.encoder import Encoder
-from tests.helpers.chat_templates import CORPUS, build_tokenizer
+from tests.helpers.templates.chat_templates import CORPUS, build_tokenizer
 
 FAST, ALL = 36, 360
 

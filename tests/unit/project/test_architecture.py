@@ -232,8 +232,8 @@ def test_a_folder_shows_what_fits_on_a_screen(top: str) -> None:
 
 # Rooms that import each other in a circle, with the reason.
 CIRCLES = {
-    frozenset({"finetune.convert.analysis", "finetune.convert.notebook", "finetune.convert.script"}): (
-        "names and classes of cells are read by all three; to be taken apart"
+    frozenset({"finetune.convert.analysis", "finetune.convert.notebook"}): (
+        "the notebook is prepared with the names that the analysis finds in it"
     ),
 }
 
@@ -270,6 +270,7 @@ OF_NO_MODULE = {
     "a reference, or a corpus, that several modules are held against": [
         "data/test_rows_as_trl.py",
         "data/templates/test_masks_as_trl.py",
+        "drop_in/test_trainer_against_trl.py",
         "test_redact_as_a_scanner.py",
     ],
     "one feature, through all modules that take part in it": [
@@ -280,7 +281,7 @@ OF_NO_MODULE = {
         "data/test_tokenized_rows.py",
         "engine/model/test_untrusted_models.py",
         "engine/monitoring/test_progress.py",
-        "engine/test_gradient_accumulation.py",
+        "engine/training/test_gradient_accumulation.py",
         "test_bad_input.py",
         "test_user_errors.py",
     ],

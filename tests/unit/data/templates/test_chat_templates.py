@@ -12,14 +12,8 @@ from finetune.data.templates.chat_templates import TEMPLATES, load_template
 from finetune.data.templates.encoder import Encoder
 from finetune.errors import UserError
 from tests.helpers import ROOT
-from tests.helpers.chat_templates import (
-    CHAT_TEMPLATES,
-    CHATML,
-    PHI3,
-    QWEN3,
-    build_tokenizer,
-)
-from tests.helpers.encoding import HELLO, encode_one, supervised, tokenizer_for
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CHATML, PHI3, QWEN3, build_tokenizer
+from tests.helpers.templates.encoding import HELLO, encode_one, supervised, tokenizer_for
 
 # Role names, markers of this and other templates, thinking, and whitespace at every edge.
 snippets = st.sampled_from(

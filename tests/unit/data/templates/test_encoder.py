@@ -19,7 +19,7 @@ from finetune.data.templates import encoder as encoding
 from finetune.data.templates.encoder import Encoded, Encoder, preview
 from finetune.data.templates.token_ranges import byte_lengths
 from finetune.errors import UserError
-from tests.helpers.chat_templates import (
+from tests.helpers.templates.chat_templates import (
     CHAT_TEMPLATES,
     CHATML,
     CHATML_MARKED,
@@ -28,7 +28,7 @@ from tests.helpers.chat_templates import (
     MISTRAL_V3,
     build_tokenizer,
 )
-from tests.helpers.encoding import HELLO, LONG, encode_one, encoder_for, fails_with, supervised, tokenizer_for
+from tests.helpers.templates.encoding import HELLO, LONG, encode_one, encoder_for, fails_with, supervised, tokenizer_for
 
 # Role names, markers of this and other templates, thinking, and whitespace at every edge.
 snippets = st.sampled_from(

@@ -20,10 +20,8 @@ from finetune.data.templates.encoder import Encoder
 from finetune.data.templates.markers import Markers, derive_markers
 from finetune.errors import UserError
 from tests.helpers import launch, tiny
-from tests.helpers.chat_templates import CHAT_TEMPLATES, build_tokenizer
-from tests.helpers.marker_cases import (
-    TEMPLATES,
-)
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, build_tokenizer
+from tests.helpers.templates.marker_cases import TEMPLATES
 
 # Tokenizer, instruction marker and response marker, as in notebooks.
 MARKERS = {
@@ -70,7 +68,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from unsloth.chat_templates import CHAT_TEMPLATES
 from unsloth_zoo.dataset_utils import train_on_responses_only
-from tests.helpers.marker_cases import template_cases
+from tests.helpers.templates.marker_cases import template_cases
 path = Path(sys.argv[1])
 cases = json.loads(path.read_text()) + template_cases(CHAT_TEMPLATES, path.parent)
 for case in cases:

@@ -19,7 +19,7 @@ from trl import chat_template_utils
 from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, Message
 from finetune.data.templates.encoder import Encoder
-from tests.helpers.chat_templates import build_tokenizer
+from tests.helpers.templates.chat_templates import build_tokenizer
 
 # Per template, the differences that occur in CONVERSATIONS:
 # newline: TRL also supervises the line break after the end-of-turn token (Phi 3: and the EOS after it). Generation

@@ -18,7 +18,7 @@ from finetune.data.templates.chat_templates import TEMPLATES, load_template
 from finetune.data.templates.encoder import Encoder
 from finetune.data.templates.render import TemplateLimit, check_syntax, render
 from finetune.errors import UserError
-from tests.helpers.chat_templates import CHAT_TEMPLATES, build_tokenizer
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, build_tokenizer
 
 TURNS: list[Any] = [
     {"role": "user", "content": " What is\n2 + 2? "},

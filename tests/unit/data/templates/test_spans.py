@@ -14,11 +14,8 @@ from finetune.data.templates import spans
 from finetune.data.templates.chat_templates import TEMPLATES
 from finetune.data.templates.encoder import Encoder
 from finetune.errors import UserError
-from tests.helpers.chat_templates import (
-    CHAT_TEMPLATES,
-    CHATML,
-)
-from tests.helpers.encoding import HELLO, encode_one, encoder_for, fails_with, supervised, tokenizer_for
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CHATML
+from tests.helpers.templates.encoding import HELLO, encode_one, encoder_for, fails_with, supervised, tokenizer_for
 
 # Role names, markers of this and other templates, thinking, and whitespace at every edge.
 snippets = st.sampled_from(

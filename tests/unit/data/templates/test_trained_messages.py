@@ -24,7 +24,7 @@ from finetune.engine.monitoring import tensorboard_pages
 from finetune.errors import UserError
 from finetune.prepare import main as prepare_main
 from tests.helpers import tiny
-from tests.helpers.chat_templates import CHAT_TEMPLATES, CHATML, CHATML_MARKED, PHI3, QWEN3, build_tokenizer
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CHATML, CHATML_MARKED, PHI3, QWEN3, build_tokenizer
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello, you!"}
 CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}

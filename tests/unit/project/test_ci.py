@@ -28,11 +28,11 @@ def script(name: str) -> ModuleType:
 # --- the first test that failed ---------------------------------------------------------------------------------------
 
 REPORT = """<testsuites><testsuite tests="4">
-<testcase classname="tests.unit.test_ci" name="test_good" time="1"/>
-<testcase classname="tests.unit.test_ci" name="test_bad[a.b-1]"><failure message="short">def f():
+<testcase classname="tests.unit.project.test_ci" name="test_good" time="1"/>
+<testcase classname="tests.unit.project.test_ci" name="test_bad[a.b-1]"><failure message="short">def f():
 E   AttributeError: 'SFTTrainer' has no `_signature_columns`</failure></testcase>
 <testcase classname="" name="tests.unit.test_gone"><error message="collection failure">ImportError: x</error></testcase>
-<testcase classname="tests.unit.test_ci" name="test_left"><skipped/></testcase>
+<testcase classname="tests.unit.project.test_ci" name="test_left"><skipped/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -43,7 +43,7 @@ def test_the_first_failed_test_is_named(
     (tmp_path / "report.xml").write_text(REPORT)
     assert script("first_failure").main(tmp_path / "report.xml") == 0
     shown = capsys.readouterr().out
-    assert "4 tests, 2 failed. The first: **`tests/unit/test_ci.py::test_bad[a.b-1]`**" in shown
+    assert "4 tests, 2 failed. The first: **`tests/unit/project/test_ci.py::test_bad[a.b-1]`**" in shown
     assert "_signature_columns" in shown and "- `tests.unit.test_gone`" in shown and "test_good" not in shown
 
 

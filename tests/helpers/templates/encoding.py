@@ -14,10 +14,7 @@ from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.templates import encoder as encoding
 from finetune.data.templates.encoder import Encoded, Encoder
 from finetune.data.templates.token_ranges import byte_lengths
-from tests.helpers.chat_templates import (
-    CHAT_TEMPLATES,
-    build_tokenizer,
-)
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, build_tokenizer
 
 HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello, you!"}]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.chat_templates import CHAT_TEMPLATES, CORPUS, MISTRAL_V3, build_tokenizer
+from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CORPUS, MISTRAL_V3, build_tokenizer
 
 # Templates outside the families above: how turns start and end, and what the generation prompt is.
 _IM = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
