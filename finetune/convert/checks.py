@@ -12,7 +12,6 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Set
-from typing import Any
 
 from finetune.config.arguments import CONFIG, TRAINER, former_names
 from finetune.convert.analysis.classify import not_trainers, trainings
@@ -24,6 +23,7 @@ from finetune.convert.script import rewrite as code
 from finetune.convert.script.arguments import CHANGED_ARGUMENTS
 from finetune.convert.script.report import Conversion
 from finetune.convert.source import run_ruff
+from finetune.runtime.types import JsonObject
 
 OLDEST = (3, 11)
 
@@ -115,7 +115,7 @@ _LOADER = {*"device_map max_memory token use_auth_token resume_download use_flas
 _RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"})
 
 
-def _lacks_nothing(statement: Statement, entry: dict[str, Any]) -> None:
+def _lacks_nothing(statement: Statement, entry: JsonObject) -> None:
     """A rewritten statement has the notebook's names, constants and arguments, but for arguments that may change."""
     renamed = former_names(CONFIG) | former_names(TRAINER)
     free = {*CHANGED_ARGUMENTS, *_LOADER, *(name for name, now in renamed.items() if not now), None}
@@ -183,7 +183,7 @@ def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
                 live.pop(name, None)
 
 
-def _assigned(statement: Statement, entry: dict[str, Any]) -> set[str]:
+def _assigned(statement: Statement, entry: JsonObject) -> set[str]:
     """The names that a statement which was left out binds, or assigns attributes and items of."""
     node = statement.node
     if statement.is_dead or isinstance(node, ast.Import | ast.ImportFrom):

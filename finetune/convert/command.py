@@ -10,11 +10,16 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError, describe
 from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_line, printable, run_with_options
 from finetune.runtime.options import Options, path
+from finetune.runtime.types import JsonObject
+
+if TYPE_CHECKING:
+    from finetune.convert.notebook.read import Notebook
+    from finetune.convert.script.report import Conversion
 
 REFUSED = 3
 _PACKAGE = Path(__file__).parents[1]
@@ -31,9 +36,9 @@ class Outcome:
     code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 or witness for a failed verification
     cell: int | None = None
     reason: str = ""
-    conversion: Any = None
+    conversion: Conversion | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         found = {key: getattr(self, key) for key in ("notebook", "result", "exit_code", "code", "cell", "reason")}
         return found | {"seconds": round(self.seconds, 3)}
 
@@ -106,10 +111,24 @@ def convert(path: Path, *, witness: bool = False) -> Outcome:
 
     start = time.perf_counter()
 
-    def outcome(result: str, exit_code: int, *, reason: str = "", **more: Any) -> Outcome:
-        seconds = time.perf_counter() - start
+    def outcome(
+        result: str,
+        exit_code: int,
+        *,
+        code: str = "",
+        cell: int | None = None,
+        reason: str = "",
+        conversion: Conversion | None = None,
+    ) -> Outcome:
         return Outcome(
-            notebook=str(path), result=result, exit_code=exit_code, seconds=seconds, reason=redact(reason), **more
+            notebook=str(path),
+            result=result,
+            exit_code=exit_code,
+            seconds=time.perf_counter() - start,
+            code=code,
+            cell=cell,
+            reason=redact(reason),
+            conversion=conversion,
         )
 
     try:
@@ -138,7 +157,7 @@ def _unforeseen(error: Exception) -> str:
     )
 
 
-def _verified(path: Path, witness: bool) -> Any:
+def _verified(path: Path, witness: bool) -> Conversion:
     """The conversion, after all checks. With `witness`, also after a comparison with the notebook's own trainer."""
     from finetune.convert.checks import NotVerified, verify
 
@@ -150,7 +169,7 @@ def _verified(path: Path, witness: bool) -> Any:
     return _compared(path, conversion, witness)
 
 
-def steps(path: Path) -> tuple[Any, Any]:
+def steps(path: Path) -> tuple[Notebook, Conversion]:
     """Read, classify and write. Returns the notebook and the unverified conversion."""
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
@@ -169,7 +188,7 @@ def steps(path: Path) -> tuple[Any, Any]:
     return notebook, conversion
 
 
-def without_secrets(path: Path) -> tuple[Any, list[str]]:
+def without_secrets(path: Path) -> tuple[Notebook, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.analysis.classify import text_cells, unparsed_after_training
     from finetune.convert.notebook.files import in_working_folder
@@ -194,7 +213,7 @@ def without_secrets(path: Path) -> tuple[Any, list[str]]:
     return notebook, notes + remove_secrets(notebook)
 
 
-def _compared(path: Path, conversion: Any, witness: bool) -> Any:
+def _compared(path: Path, conversion: Conversion, witness: bool) -> Conversion:
     """The conversion, after a comparison with the notebook's own trainer if `witness`. Raises NotVerified if the script
     trains differently."""
     from finetune.convert import sandbox
@@ -217,7 +236,7 @@ def _compared(path: Path, conversion: Any, witness: bool) -> Any:
     return conversion
 
 
-def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
+def write(conversion: Conversion, folder: Path, *, overwrite: bool) -> list[Path]:
     """Write a conversion's files. Raises UserError if an existing file differs and `overwrite` is not set, or if what
     exists is not a regular file."""
     from finetune.runtime import files
@@ -250,12 +269,12 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def _passed(report: dict[str, Any]) -> str:
+def _passed(report: JsonObject) -> str:
     return ", ".join(name for name, outcome in report["verification"].items() if outcome == "passed")
 
 
 def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
-    if outcome.result == "converted":
+    if outcome.conversion is not None:
         from finetune.convert.script.report import how_to_run
 
         report = outcome.conversion.report
@@ -287,7 +306,7 @@ def _check(options: argparse.Namespace) -> int:
     return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: JsonObject) -> None:
     from finetune.runtime.files import write_json
 
     path.parent.mkdir(parents=True, exist_ok=True)

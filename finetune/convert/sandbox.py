@@ -27,7 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 SECONDS, MEMORY = 300, 24 * 2**30  # CPU time; address space
 FILE_SIZE, OPEN_FILES = 256 * 2**20, 1024
@@ -83,7 +86,7 @@ _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 0x4000, 0x40000
 
 
-def _mount_tmpfs(libc: Any, folder: str) -> bool:
+def _mount_tmpfs(libc: ctypes.CDLL, folder: str) -> bool:
     """Mount an empty tmpfs over `folder`, visible only to this process. Returns whether the kernel permitted it."""
     if libc.unshare(_NEW_MOUNTS if os.geteuid() == 0 else _NEW_MOUNTS | _NEW_USER):
         return False
@@ -151,7 +154,7 @@ def _own_packages() -> list[str]:
     return [os.path.join(root, name) for name in ("finetune", "patches")]
 
 
-def _landlock(libc: Any, writable: str) -> int:
+def _landlock(libc: ctypes.CDLL, writable: str) -> int:
     """Restrict this process to these files. Returns the ABI version in force, or the negated error number."""
     version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
     if version <= 0:
@@ -175,7 +178,7 @@ def _landlock(libc: Any, writable: str) -> int:
         os.close(ruleset)
 
 
-def _allow(libc: Any, ruleset: int, path: str, rights: int) -> int:
+def _allow(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> int:
     """Add one rule. Returns the error number, or 0, also if the path does not exist."""
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -313,7 +316,7 @@ def program(machine: tuple[int, int], process: int) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-def _seccomp(libc: Any, filters: bytes) -> str:
+def _seccomp(libc: ctypes.CDLL, filters: bytes) -> str:
     """Install the program. Returns the error message, or ''."""
     buffer = ctypes.create_string_buffer(filters, len(filters))
     described = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
@@ -365,7 +368,7 @@ def run(
     over = threading.Event()
     found: list[bytes] = [b"", b""]
 
-    def read(place: int, stream: Any, limit: int) -> None:
+    def read(place: int, stream: IO[bytes], limit: int) -> None:
         found[place] = stream.read(limit + 1)
         if len(found[place]) > limit:
             over.set()
@@ -399,7 +402,9 @@ def run(
     return Finished(process.returncode, found[0], found[1], "output" if over.is_set() else why)
 
 
-def _wait(process: Any, reader: threading.Thread, seconds: float, exceeds: Callable[[int], str]) -> str:
+def _wait(
+    process: subprocess.Popen[bytes], reader: threading.Thread, seconds: float, exceeds: Callable[[int], str]
+) -> str:
     """Wait until it exits or exceeds a limit, which is returned."""
     import subprocess
 
@@ -420,7 +425,7 @@ def _environment(given: dict[str, str]) -> dict[str, str]:
     return inherited | {"PYTHONHASHSEED": "0"} | given
 
 
-def _end(process: Any) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

@@ -132,7 +132,7 @@ def script(title: str, parts: Sequence[Part]) -> str:
     return text
 
 
-def _values(nodes: list[Any]) -> Iterator[str]:
+def _values(nodes: Sequence[object]) -> Iterator[str]:
     """Syntax trees as a sequence that is equal for equal trees alone, without what the formatter changes: the
     whitespace of a docstring and the prefix of u"text"."""
     rest: list[Any] = [nodes]
@@ -150,7 +150,7 @@ def _values(nodes: list[Any]) -> Iterator[str]:
             yield repr(node)
 
 
-def _is_text(node: Any) -> bool:
+def _is_text(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

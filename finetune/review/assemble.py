@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from finetune.review.values import mapping, number, sequence, text
 from finetune.review.verdict import findings, verdict
 from finetune.runtime import tags
 from finetune.runtime.files import to_json_types
+from finetune.runtime.types import JsonObject
 
 MOST_POINTS = 400  # of a curve
 MOST_TAGS = 8  # pinned for a finding
@@ -37,7 +37,7 @@ class Reviewed:
     verdict: str
     confidence: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON."""
         run = self.run
         return {
@@ -65,7 +65,7 @@ class Review:
 
     runs: list[Reviewed]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON: numbers are finite or null, secrets masked."""
         content = {"runs": [one.to_dict() for one in self.runs], "comparison": comparison(self.runs)}
         return to_json_types(redact_tree(content))
@@ -113,7 +113,7 @@ def unique_names(read: Sequence[Run]) -> list[str]:
 # --- parts of a run -------------------------------------------------------------------------------------------------
 
 
-def about(run: Run) -> dict[str, Any]:
+def about(run: Run) -> JsonObject:
     """What ran: when, model, rows, hardware, versions, and the settings that differ from their defaults."""
     model = text(run.at("config.model.model_name_or_path"))
     versions = {text(name) or "?": text(one) for name, one in mapping(run.at("versions")).items()}
@@ -241,7 +241,7 @@ def tokens_at(run: Run, steps: np.ndarray) -> list[float | None]:
     return [round(float(one)) for one in np.interp(steps, known_steps, known)]
 
 
-def ranks(run: Run) -> list[dict[str, Any]]:
+def ranks(run: Run) -> list[JsonObject]:
     """Per rank: host, device, and medians after the warm-up; null where not recorded. Times are those of `bars`."""
     if run.ranks is None:
         return []
@@ -250,7 +250,7 @@ def ranks(run: Run) -> list[dict[str, Any]]:
     names |= {"power_w": "gpu_power_w", "temperature_c": "gpu_temperature_c", "tokens": "tokens"}
     found = []
     for place, rank in enumerate(run.ranks.numbers):
-        one: dict[str, Any] = {"rank": rank, **run.ranks.about[place]}
+        one: JsonObject = {"rank": rank, **run.ranks.about[place]}
         own = phases.get(str(rank), {})
         step, waits = (sum(own.values()) if own else None), own.get("communication")
         one |= {"step": step, "communication": waits, "data_wait": own.get("data_wait")}
@@ -272,7 +272,7 @@ def _finite_median(values: np.ndarray) -> float | None:
     return float(np.median(finite)) if len(finite) else None
 
 
-def predicted(run: Run) -> list[dict[str, Any]]:
+def predicted(run: Run) -> list[JsonObject]:
     """What was predicted for the run and what it measured; empty without a prediction."""
     found = []
     for what in PREDICTED:
@@ -296,7 +296,7 @@ def charts(run: Run, finding: Finding) -> list[str]:
 # --- several runs ---------------------------------------------------------------------------------------------------
 
 
-def comparison(reviewed: Sequence[Reviewed]) -> dict[str, Any]:
+def comparison(reviewed: Sequence[Reviewed]) -> JsonObject:
     """Several runs side by side; empty for a single one."""
     if len(reviewed) < 2:
         return {}
@@ -308,7 +308,7 @@ def comparison(reviewed: Sequence[Reviewed]) -> dict[str, Any]:
     }
 
 
-def differing_keys(read: Sequence[Run]) -> list[dict[str, Any]]:
+def differing_keys(read: Sequence[Run]) -> list[JsonObject]:
     """Settings in which the runs differ: key and one value per run, None if not recorded; "null" is a setting."""
     all_settings = [settings(run) for run in read]
     keys = sorted(
@@ -318,9 +318,9 @@ def differing_keys(read: Sequence[Run]) -> list[dict[str, Any]]:
     return [row for row in rows if len({repr(value) for value in row["values"]}) > 1]
 
 
-def settings(run: Run) -> dict[str, Any]:
+def settings(run: Run) -> JsonObject:
     """Settings by dotted key, and what they were resolved to: world size, batch, backend, GPU."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for section, values in mapping(run.at("config")).items():
         flat = mapping(values) | mapping(mapping(values).get("extra"))
         found |= {text(f"{section}.{key}") or "?": _shown(value) for key, value in flat.items() if key != "extra"}
@@ -341,12 +341,12 @@ _RESOLVED = {
 }
 
 
-def changed_settings(run: Run) -> dict[str, Any]:
+def changed_settings(run: Run) -> JsonObject:
     """Settings that differ from their defaults."""
     return {key: value for key, value in settings(run).items() if key in DEFAULTS and value != _shown(DEFAULTS[key])}
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """A setting as a short value for a table."""
     if value is None:
         return "null"
@@ -357,7 +357,7 @@ def _shown(value: Any) -> Any:
     return text(str(to_json_types(value)))
 
 
-def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> dict[str, Any]:
+def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> JsonObject:
     """The columns of the dual-GPU study."""
     run = one.run
     others = [other for other in reviewed if other is not one]
@@ -380,7 +380,7 @@ def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> dict[str, Any]:
     }
 
 
-def at_equal_tokens(read: Sequence[Run]) -> list[dict[str, Any]]:
+def at_equal_tokens(read: Sequence[Run]) -> list[JsonObject]:
     """The training losses of the runs of each model after the same numbers of tokens; None for the other runs. Without
     runs that have no count of tokens, and without models of which there is one run."""
     curves = [_loss_by_tokens(run) for run in read]

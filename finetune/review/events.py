@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def _began(file: Path) -> float:
     return float(named.group(1)) if named else 0.0
 
 
-def records(stream: Any) -> Iterator[bytes]:
+def records(stream: IO[bytes]) -> Iterator[bytes]:
     """The payloads of an open file, to its end or to where it is damaged."""
     size = stream.seek(0, 2)
     position = stream.seek(0)

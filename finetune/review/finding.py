@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from finetune.review.run import Run
+from finetune.runtime.types import JsonObject
 
 Level = Literal["warning", "note"]
 
@@ -38,7 +39,7 @@ class Finding:
     confidence: str = "high"
     charts: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON."""
         names = ("rule", "level", "headline", "evidence", "advice", "gain", "confidence")
         share = min(max(self.lost, 0.0), 1.0) if math.isfinite(self.lost) else 0.0

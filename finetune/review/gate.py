@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from finetune.errors import UserError
 from finetune.review.values import mapping, number, sequence, text
+from finetune.runtime.types import JsonObject
 
 FINISHED = (None, "done")  # status of a run whose figures are final; records of other programs may lack it
 _ROUNDING = 1e-9  # percent: 1.05 / 1.00 is not more than 5 % slower
@@ -63,7 +63,7 @@ class Comparison:
             f"{self.option} allows {self.limit_percent:g} %"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON."""
         return asdict(self) | {"breached": self.breached}
 
@@ -71,7 +71,7 @@ class Comparison:
 _HIGHER_IS_BETTER = ("tokens_per_second_per_gpu",)
 
 
-def compare(records: Mapping[str, Mapping[str, Any]], limits: Limits) -> list[Comparison]:
+def compare(records: Mapping[str, Mapping[str, object]], limits: Limits) -> list[Comparison]:
     """Every figure that the limits name, of every run against the first.
 
     Args:
@@ -112,11 +112,11 @@ def _compared(
     return Comparison(run, figure, known, value, 100 * (value - known) / known, option, limit)
 
 
-def _speed(record: Mapping[str, Any]) -> dict[str, float | None]:
+def _speed(record: Mapping[str, object]) -> dict[str, float | None]:
     return {name: number(record.get(name)) for name in ("step_seconds_median", "tokens_per_second_per_gpu")}
 
 
-def _losses(record: Mapping[str, Any]) -> dict[str, float | None]:
+def _losses(record: Mapping[str, object]) -> dict[str, float | None]:
     """The loss of the last optimizer step; `eval_loss_after` too if it is recorded, which is one number or one per
     evaluation set."""
     evaluated = record.get("eval_loss_after")

@@ -15,6 +15,7 @@ from typing import Any
 from finetune.review import labels
 from finetune.review.rules import EXPLANATIONS
 from finetune.runtime.tags import PHASES
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 NAMED = 3  # runs in a title
@@ -37,7 +38,7 @@ script-src 'sha256-{digest}'">
 """
 
 
-def content(review: dict[str, Any]) -> dict[str, Any]:
+def content(review: JsonObject) -> JsonObject:
     """A review with what else the tab needs: the phases in order, label, unit and meaning of each metric, and what
     the rules mean that found something.
 
@@ -51,7 +52,7 @@ def content(review: dict[str, Any]) -> dict[str, Any]:
     return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
 
 
-def html(review: dict[str, Any]) -> str:
+def html(review: JsonObject) -> str:
     """A review as one file of HTML: it holds script and data, asks no host, and shows what the Review tab shows, under
     a heading that says what was reviewed and when.
 
@@ -73,7 +74,7 @@ def title(names: Sequence[str]) -> str:
     return f"Review of {shown}" + (f" and {counted(len(names) - NAMED, 'more run')}" if len(names) > NAMED else "")
 
 
-def _without_nan(value: Any) -> Any:
+def _without_nan(value: object) -> Any:
     """A copy in which NaN and infinity are words, as JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

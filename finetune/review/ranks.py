@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from finetune.review.values import count, mapping, number, sequence, text
 from finetune.runtime.files import open_regular
 from finetune.runtime.tags import PHASES
+from finetune.runtime.types import JsonObject
 
 MOST_RANKS = 1024
 MOST_RECORDS = 20_000  # of longer runs every second, third, ... record is kept
@@ -32,7 +32,7 @@ class Ranks:
     """Records of a run in the order of steps, from its last start with this number of ranks on."""
 
     numbers: list[int]  # of the ranks, one per column
-    about: list[dict[str, Any]]  # per column: host, device, gpu, uuid, memory_gib; None where not recorded
+    about: list[JsonObject]  # per column: host, device, gpu, uuid, memory_gib; None where not recorded
     steps: np.ndarray  # int64 [records], the last step of each
     begun: np.ndarray  # int64 [records], steps of this process that were complete when the record began
     counts: np.ndarray  # int64 [records], steps in each
@@ -79,8 +79,8 @@ def read(path: Path) -> Ranks | None:
     Raises:
         OSError: the file cannot be read.
     """
-    starts: list[tuple[int, dict[str, Any]]] = []  # (how many records precede, line)
-    lines: list[dict[str, Any]] = []
+    starts: list[tuple[int, JsonObject]] = []  # (how many records precede, line)
+    lines: list[JsonObject] = []
     with open_regular(path) as file:
         while line := file.readline(MOST_LINE):
             entry = _entry(line)
@@ -97,14 +97,14 @@ def read(path: Path) -> Ranks | None:
     return from_lines([entry for _, entry in starts], lines)
 
 
-def _entry(line: bytes) -> dict[str, Any]:
+def _entry(line: bytes) -> JsonObject:
     try:
         return mapping(json.loads(line))
     except (ValueError, RecursionError):
         return {}
 
 
-def from_lines(starts: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Ranks | None:
+def from_lines(starts: list[JsonObject], lines: list[JsonObject]) -> Ranks | None:
     """Arrays from the entries of a file; records with another number of ranks than the last are left out."""
     lines = [one for one in lines if rank_entries(one)]
     if not lines:
@@ -137,7 +137,7 @@ def from_lines(starts: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Ran
     )
 
 
-def rank_entries(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def rank_entries(entry: JsonObject) -> dict[int, JsonObject]:
     """The ranks of a line, by number."""
     found = {}
     for one in sequence(entry.get("ranks"))[:MOST_RANKS]:
@@ -147,21 +147,21 @@ def rank_entries(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _about(entry: dict[str, Any]) -> dict[str, Any]:
+def _about(entry: JsonObject) -> JsonObject:
     names = {name: text(entry.get(name)) for name in ("host", "device", "uuid")}
     return names | {"gpu": count(entry.get("gpu")), "memory_gib": number(entry.get("memory_gib"))}
 
 
-def _reasons(samples: Iterable[dict[str, Any]]) -> Counter[str]:
+def _reasons(samples: Iterable[JsonObject]) -> Counter[str]:
     found: Counter[str] = Counter()
     for sample in samples:
         found.update(name for reason in sequence(sample.get("reasons"))[:16] if (name := text(reason)))
     return found
 
 
-def _vector(values: Iterable[Any]) -> np.ndarray:
+def _vector(values: Iterable[object]) -> np.ndarray:
     return np.array([np.nan if (found := number(value)) is None else found for value in values], np.float64)
 
 
-def _matrix(values: Iterable[Any], shape: tuple[int, int]) -> np.ndarray:
+def _matrix(values: Iterable[object], shape: tuple[int, int]) -> np.ndarray:
     return _vector(values).reshape(shape)

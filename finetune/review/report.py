@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.review import assemble
 from finetune.review import run as runs
@@ -14,6 +14,7 @@ from finetune.review.assemble import Review, Reviewed
 from finetune.review.finding import clock, duration, number, percent
 from finetune.review.labels import label
 from finetune.runtime import tags
+from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,7 +141,7 @@ def value_with_unit(name: str, value: float) -> str:
     return f"{number(value)} {unit}".strip()
 
 
-def setting_rows(configuration: Sequence[dict[str, Any]]) -> list[list[str]]:
+def setting_rows(configuration: Sequence[JsonObject]) -> list[list[str]]:
     """A line per setting that differs."""
     shown = [
         [row["key"], *(NOT_RECORDED if one is None else str(one) for one in row["values"])] for row in configuration
@@ -164,7 +165,7 @@ _SCALING = (
 )
 
 
-def scaling_rows(scaling: Sequence[dict[str, Any]]) -> list[list[str]]:
+def scaling_rows(scaling: Sequence[JsonObject]) -> list[list[str]]:
     """The dual-GPU study's columns, a line per run."""
     shown: dict[str, Callable[[float], str]] = {
         "world_size": number,
@@ -179,7 +180,7 @@ def scaling_rows(scaling: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [[row["run"], *(_cell(row[name], write) for name, write in shown.items())] for row in scaling]
 
 
-def token_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def token_rows(rows: Sequence[JsonObject]) -> list[list[str]]:
     """Learning curves at equal tokens, a line per number of tokens; of runs of several models, some in each."""
     return [[f"{row['tokens']:,.0f}", *(_cell(loss, number) for loss in row["loss"])] for row in rows]
 

@@ -23,6 +23,7 @@ from finetune.review.events import Series
 from finetune.review.ranks import SHORT, WARM_UP, Ranks
 from finetune.review.values import at, count, json_object, mapping, number, sequence, text
 from finetune.runtime import tags
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 RUN_FILE, RANKS_FILE, HANG_FILE = "run.json", "ranks.jsonl", "hang/report.json"
@@ -46,10 +47,10 @@ class Run:
     folder: Path
     name: str
     output: Path | None = None
-    record: dict[str, Any] = field(default_factory=dict)
+    record: JsonObject = field(default_factory=dict)
     scalars: dict[str, Series] = field(default_factory=dict)
     ranks: Ranks | None = None
-    hang: dict[str, Any] | None = None
+    hang: JsonObject | None = None
     hang_time: float | None = None
     problems: tuple[str, ...] = ()
     now: float = field(default_factory=time.time)

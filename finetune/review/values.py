@@ -9,12 +9,13 @@ from typing import Any
 
 from finetune.runtime.command import printable
 from finetune.runtime.files import read_bytes
+from finetune.runtime.types import JsonObject
 
 MOST_BYTES = 1 << 28  # of a JSON file
 MOST_CHARACTERS = 300  # of a name or a sentence that is shown
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -25,13 +26,13 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def count(value: Any) -> int | None:
+def count(value: object) -> int | None:
     """A whole number from 0 to 2**53, or None."""
     found = number(value)
     return int(found) if found is not None and 0 <= found <= 2**53 and found == int(found) else None
 
 
-def text(value: Any) -> str | None:
+def text(value: object) -> str | None:
     """A short text on one line, without control characters, or None."""
     if not isinstance(value, str):
         return None
@@ -39,24 +40,24 @@ def text(value: Any) -> str | None:
     return clean if len(clean) <= MOST_CHARACTERS else clean[: MOST_CHARACTERS - 3] + "..."
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: object) -> JsonObject:
     """A JSON object; empty if it is something else."""
     return value if isinstance(value, dict) else {}
 
 
-def sequence(value: Any) -> list[Any]:
+def sequence(value: object) -> list[Any]:
     """A JSON array; empty if it is something else."""
     return value if isinstance(value, list) else []
 
 
-def at(tree: Any, path: str) -> Any:
+def at(tree: object, path: str) -> Any:
     """The value at a dotted path of nested objects, or None."""
     for key in path.split("."):
         tree = mapping(tree).get(key)
     return tree
 
 
-def json_object(path: Path) -> tuple[dict[str, Any], str | None]:
+def json_object(path: Path) -> tuple[JsonObject, str | None]:
     """The object in a JSON file, and what is wrong with the file."""
     try:
         if path.stat().st_size > MOST_BYTES:

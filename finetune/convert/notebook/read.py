@@ -12,13 +12,13 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from finetune.convert.knowledge import named
 from finetune.convert.source import visible_comments
 from finetune.errors import UserError
 from finetune.redact import redact
 from finetune.runtime import files
+from finetune.runtime.types import JsonObject
 
 MAX_BYTES = 64 * 2**20  # notebooks, with their images, stay below 20 MB
 _MAX_HEADING = 1_000  # characters of a heading that are read
@@ -174,7 +174,7 @@ def _notebook_cells(path: Path, text: str) -> list[tuple[str, str]]:
     return found
 
 
-def _check_language(data: dict[str, Any]) -> None:
+def _check_language(data: JsonObject) -> None:
     metadata = data.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     for section, key in (("language_info", "name"), ("kernelspec", "language")):

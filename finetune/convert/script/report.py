@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from finetune import __version__
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook
 from finetune.convert.notebook.secrets import scrub
 from finetune.convert.source import one_line
+from finetune.runtime.types import JsonObject
 
 LINES = 10  # of the summary
 # Nobody misses these.
@@ -26,7 +26,7 @@ class Conversion:
 
     name: str
     script: str
-    report: dict[str, Any]
+    report: JsonObject
 
 
 def slug(name: str, imported: Collection[str] = ()) -> str:
@@ -51,7 +51,7 @@ def how_to_run(script: str) -> list[tuple[str, str]]:
     ]
 
 
-def title(notebook: Notebook, name: str, statements: Sequence[dict[str, Any]], *, keeps_batch: bool) -> str:
+def title(notebook: Notebook, name: str, statements: Sequence[JsonObject], *, keeps_batch: bool) -> str:
     """The docstring of the script: how to run it, what was left out, and what it is made from."""
     commands = how_to_run(f"{name}.py")
     width = max(len(command) for command, _ in commands)
@@ -80,7 +80,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False)
 
 
-def summary(statements: Sequence[dict[str, Any]], notes: Sequence[str]) -> list[str]:
+def summary(statements: Sequence[JsonObject], notes: Sequence[str]) -> list[str]:
     """The lines that matter: how much was kept, what was left out and changed, then the notes as far as they fit."""
     counts = {kind: sum(one["outcome"] == kind for one in statements) for kind in ("kept", "rewritten", "dropped")}
     found = [f"{counts['kept']} of {len(statements)} statements are kept, {counts['rewritten']} are rewritten"]
@@ -92,18 +92,18 @@ def summary(statements: Sequence[dict[str, Any]], notes: Sequence[str]) -> list[
     return [*rest[: LINES - 1], f"and {len(rest) - LINES + 1} more: see notes and statements"]
 
 
-def _dropped(statements: Sequence[dict[str, Any]]) -> list[str]:
+def _dropped(statements: Sequence[JsonObject]) -> list[str]:
     """`display or check (cells 3, 5)`: the statements that were left out, by reason."""
     dropped = [one for one in statements if one["outcome"] == "dropped" and not one["reason"].startswith(_UNUSED)]
     return _by_reason((one["reason"], one["cell"]) for one in dropped)
 
 
-def _rewritten(statements: Sequence[dict[str, Any]]) -> list[str]:
+def _rewritten(statements: Sequence[JsonObject]) -> list[str]:
     changed = [one for one in statements if one["outcome"] == "rewritten"]
     return _by_reason((reason, one["cell"]) for one in changed for reason in one["reason"].split("; "))
 
 
-def _by_reason(pairs: Any) -> list[str]:
+def _by_reason(pairs: Iterable[tuple[str, int]]) -> list[str]:
     cells: dict[str, list[str]] = {}
     for reason, cell in pairs:
         listed = cells.setdefault(reason, [])
@@ -122,7 +122,7 @@ def requirements(notebook: Notebook) -> list[str]:
     return sorted(found)
 
 
-def report(notebook: Notebook, statements: Sequence[dict[str, Any]], notes: Sequence[str]) -> dict[str, Any]:
+def report(notebook: Notebook, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
     """The report, with the lines that matter first."""
     notes = [scrub(note) for note in dict.fromkeys(notes)]
     shells = [

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from finetune.convert.analysis.names import Program, is_import
 from finetune.convert.knowledge import named
@@ -23,6 +22,7 @@ from finetune.convert.script.outside import refuse_outside
 from finetune.convert.script.report import Conversion, report, slug, title
 from finetune.convert.script.rewrite import Rewriter
 from finetune.convert.source import BLANK, Part, block, own, script
+from finetune.runtime.types import JsonObject
 
 
 def write(notebook: Notebook, program: Program, notes: Sequence[str]) -> Conversion:
@@ -388,7 +388,7 @@ def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _statements(draft: Draft) -> list[dict[str, Any]]:
+def _statements(draft: Draft) -> list[JsonObject]:
     """What became of each statement of the notebook."""
     live = {statement.id: place for place, statement in enumerate(draft.program.statements)}
     found = []

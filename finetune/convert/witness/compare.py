@@ -28,6 +28,7 @@ from finetune.convert.witness.notebook import is_unsloth, read_cells
 from finetune.convert.witness.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 from finetune.runtime.command import printable
 from finetune.runtime.files import read_text
+from finetune.runtime.types import JsonObject
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
 OUTPUT = 8 * 2**20  # bytes of a report, which takes up to 30 times as much memory when it is read
@@ -72,8 +73,9 @@ def check(notebook: Path, files: Mapping[str, str], *, seconds: float = SECONDS)
     """
     start = time.perf_counter()
 
-    def found(status: str, reason: str = "", **more: Any) -> Witness:
-        return Witness(status=status, reason=reason, seconds=time.perf_counter() - start, **more)
+    def found(status: str, reason: str = "", rows: int = 0, columns: tuple[dict[str, str], ...] = ()) -> Witness:
+        seconds = time.perf_counter() - start
+        return Witness(status=status, reason=reason, seconds=seconds, rows=rows, generated_columns=columns)
 
     name = next(file for file in files if file.endswith(".py")).removesuffix(".py")
     try:
@@ -85,10 +87,10 @@ def check(notebook: Path, files: Mapping[str, str], *, seconds: float = SECONDS)
     if status == "could-not-run":
         return found(status, reason)
     columns = tuple(run["columns"] for run in theirs["runs"] if not run["empty"])
-    return found(status, reason, rows=sum(len(run["rows"]) for run in theirs["runs"]), generated_columns=columns)
+    return found(status, reason, rows=sum(len(run["rows"]) for run in theirs["runs"]), columns=columns)
 
 
-def compare(theirs: dict[str, Any], ours: list[dict[str, Any]]) -> tuple[str, str]:
+def compare(theirs: JsonObject, ours: list[JsonObject]) -> tuple[str, str]:
     """Status and reason, from what `run_notebook` returns and a script's runs."""
     for one, two in zip(theirs["runs"], ours, strict=True):
         if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
@@ -99,7 +101,7 @@ def compare(theirs: dict[str, Any], ours: list[dict[str, Any]]) -> tuple[str, st
     return ("differs" if difference else "passed"), difference
 
 
-def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
+def run_notebook(notebook: Path, seconds: float = SECONDS) -> JsonObject:
     """What the notebook's own trainer would train with: `runs`, one for each set of generated columns."""
     cells = _cells(notebook)
     source = "\n".join(cells)
@@ -109,8 +111,8 @@ def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 def run_scripts(
-    names: Sequence[str], files: Mapping[str, str], theirs: dict[str, Any], seconds: float = SECONDS
-) -> dict[str, list[dict[str, Any]]]:
+    names: Sequence[str], files: Mapping[str, str], theirs: JsonObject, seconds: float = SECONDS
+) -> dict[str, list[JsonObject]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
     job = {
         # Neither side may write outside of its own folder.
@@ -135,7 +137,7 @@ def _cells(notebook: Path) -> list[str]:
     return [in_working_folder(cell) for cell in cells]
 
 
-def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
+def _run(program: str, job: JsonObject, seconds: float) -> object:
     """What a side reports. Its report has to repeat a number that only this call knows: what else is printed to the
     same pipe is not taken for one."""
     side = "the notebook" if program == "notebook.py" else "the script"
@@ -158,7 +160,7 @@ def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
     return report.get("found")
 
 
-def _shown(text: Any, limit: int = 400) -> str:
+def _shown(text: object, limit: int = 400) -> str:
     """What a confined process reports, on one line, safe for a terminal and for a file in UTF-8."""
     return printable(" ".join(str(text)[:limit].split()))[:limit]
 
@@ -173,7 +175,7 @@ _KINDS = {"text", "number", "messages", "sharegpt", "json", "choice", "object"}
 _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 
-def _runs(found: Any, side: str, count: int | None = None) -> list[dict[str, Any]]:
+def _runs(found: object, side: str, count: int | None = None) -> list[JsonObject]:
     """The runs of a report, each complete. Raises CouldNotRun otherwise."""
     if not isinstance(found, list) or not found or count not in (None, len(found)):
         raise _unreadable(side, "runs are missing")
@@ -185,7 +187,7 @@ def _runs(found: Any, side: str, count: int | None = None) -> list[dict[str, Any
     return found
 
 
-def _incomplete(run: Any, *, refusable: bool) -> str | None:
+def _incomplete(run: object, *, refusable: bool) -> str | None:
     """What is wrong with a run; None if nothing is. Only a script can refuse its rows."""
     if not isinstance(run, dict):
         return "a run is not an object"
@@ -215,11 +217,11 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
     return None
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: object) -> bool:
     if not isinstance(row, list) or len(row) != 2 or not all(isinstance(part, list) for part in row):
         return False
     ids, labels = row
@@ -231,7 +233,7 @@ def _is_row(row: Any) -> bool:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *, unsloth: bool = False) -> str:
+def first_difference(theirs: list[JsonObject], ours: list[JsonObject], *, unsloth: bool = False) -> str:
     """A sentence that names the first difference and both values, or "".
 
     `unsloth`, or rows with a completion: an end token that the script has at the end of a row, and the notebook has
@@ -264,26 +266,26 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
     return ""
 
 
-def _of_values(one: dict[str, Any], two: dict[str, Any], what: str = "") -> str:
+def _of_values(one: JsonObject, two: JsonObject, what: str = "") -> str:
     for name, value in one.items():
         if not _equal(value, two.get(name)):
             return f"{what}{name}: the notebook trains with {value!r}, the script with {two.get(name)!r}"
     return ""
 
 
-def _of_given(one: dict[str, Any], two: dict[str, Any]) -> str:
+def _of_given(one: JsonObject, two: JsonObject) -> str:
     if one["output_dir"] is None:  # the library's choice
         one = {name: value for name, value in one.items() if name != "output_dir"}
     return _of_values(one, two)
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(one: object, two: object) -> bool:
     if isinstance(one, float) and isinstance(two, float):
         return math.isclose(one, two, rel_tol=1e-9)
     return one == two or not one and not two  # unset, off or zero
 
 
-def _of_adapters(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
+def _of_adapters(one: JsonObject | None, two: JsonObject | None) -> str:
     if one is None or two is None:
         kinds = ["no adapter" if value is None else "an adapter" for value in (one, two)]
         return "" if one is two else f"the notebook trains with {kinds[0]}, the script with {kinds[1]}"

@@ -15,10 +15,12 @@ import os
 import re
 import sys
 import types
-from typing import Any
+from typing import Any, TypeAlias
+
+Values: TypeAlias = dict[str, Any]  # by name: arguments, columns of a row, or the parts of a report
 
 TRIES = 16
-state: dict[str, Any] = {}
+state: Values = {}
 failed: list[str] = []  # every failure of any run: a file that one run writes exists in the next
 
 
@@ -79,7 +81,7 @@ RENAMED = {"evaluation_strategy": "eval_strategy", "max_seq_length": "max_length
            "per_device_train_batch_size", "no_cuda": "use_cpu"}  # fmt: skip
 
 
-def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
+def replace_trainer(unsloth: bool, stand_ins: types.ModuleType) -> None:
     import transformers
     import trl
     import trl.trainer.sft_trainer as sft
@@ -92,7 +94,7 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
             cls._prepare_dataset = sft_prepare_dataset
     originals.update(functions_now(trl.SFTTrainer))
 
-    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
+    def train(self: object, resume_from_checkpoint: object = None, *_: object, **__: object) -> None:
         state["trainer"] = self
         own = stand_ins.record.get("own functions", []) + replaced_methods(self)
         if "optimizers" not in own and getattr(self, "lr_scheduler", None) is not None:
@@ -113,7 +115,7 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
         package.unsloth_train = lambda trainer, *_, **__: trainer.train()
 
 
-def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
+def _replace_init(cls: Any, unsloth: bool, stand_ins: types.ModuleType) -> None:
     build = cls.__init__
     names = list(inspect.signature(sft_signature(cls)).parameters)[1:]
 
@@ -146,17 +148,17 @@ METHODS = (
     "compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler get_train_dataloader"
     " _get_train_sampler get_batch_samples _prepare_dataset"
 ).split()
-originals: dict[str, Any] = {}
+originals: Values = {}
 
 
-def functions_now(cls: Any) -> dict[str, Any]:
+def functions_now(cls: object) -> Values:
     """The functions that train, which a program may replace."""
     import torch
 
     return {name: getattr(cls, name, None) for name in METHODS} | {"cross_entropy": torch.nn.functional.cross_entropy}
 
 
-def replaced_methods(trainer: Any) -> list[str]:
+def replaced_methods(trainer: object) -> list[str]:
     own = [name for name in METHODS if name in vars(trainer)]
     now = functions_now(type(trainer))
     return own + [name for name, value in originals.items() if now[name] is not value]
@@ -169,7 +171,7 @@ def sft_signature(cls: Any) -> Any:
     )
 
 
-def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str, Any]:
+def normalized(given: Values, unsloth: bool, stand_ins: types.ModuleType) -> Values:
     """Arguments of any version of TRL, as those of the installed one."""
     import trl
 
@@ -214,7 +216,7 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
     return given | {"args": args}
 
 
-def format_prompts(given: dict[str, Any]) -> None:
+def format_prompts(given: Values) -> None:
     """Format rows with prompts, as TRL did before it refused to."""
     rows: Any = given.get("train_dataset")
     function = given["formatting_func"]
@@ -223,7 +225,7 @@ def format_prompts(given: dict[str, Any]) -> None:
         given["formatting_func"] = None
 
 
-def format_batches(given: dict[str, Any], args: Any) -> None:
+def format_batches(given: Values, args: Any) -> None:
     """Format rows with a function that takes a batch and returns a list, as TRL did before 0.13."""
     rows, function = given.get("train_dataset"), given["formatting_func"]
     columns = getattr(rows, "column_names", None)
@@ -240,7 +242,7 @@ def format_batches(given: dict[str, Any], args: Any) -> None:
     given["formatting_func"], args.dataset_text_field = None, "text"
 
 
-def demand_columns(given: dict[str, Any]) -> None:
+def demand_columns(given: Values) -> None:
     """Ask for a column that TRL reads, if the rows have none."""
     columns = set(getattr(given.get("train_dataset"), "column_names", None) or ())
     field = given["args"].dataset_text_field
@@ -255,7 +257,12 @@ class CompletionOnly:
     instruction template what follows each, up to the next instruction."""
 
     def __init__(
-        self, response_template: Any, instruction_template: Any = None, *_: Any, tokenizer: Any = None, **__: Any
+        self,
+        response_template: object,
+        instruction_template: object = None,
+        *_: object,
+        tokenizer: Any = None,
+        **__: object,
     ) -> None:
         ids = lambda text: text if not isinstance(text, str) else tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
         self.response, self.tokenizer = list(ids(response_template)), tokenizer
@@ -263,7 +270,7 @@ class CompletionOnly:
         sys.modules["stand_ins"].record["templates"] = given  # type: ignore[attr-defined]
         self.instruction = None if instruction_template is None else list(ids(instruction_template))
 
-    def __call__(self, rows: Any, return_tensors: Any = None) -> dict[str, Any]:
+    def __call__(self, rows: Any, return_tensors: object = None) -> Values:
         found = [list(row["input_ids"]) for row in rows]
         return {"input_ids": found, "labels": [self._labels(ids) for ids in found]}
 
@@ -284,8 +291,8 @@ class CompletionOnly:
 
 
 def setup_chat_format(
-    model: Any, tokenizer: Any, format: Any = "chatml", resize_to_multiple_of: int | None = None
-) -> Any:
+    model: Any, tokenizer: Any, format: object = "chatml", resize_to_multiple_of: int | None = None
+) -> object:
     """TRL's former function: ChatML's template and tokens."""
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.bos_token = "<|im_start|>"
@@ -305,7 +312,7 @@ class Failed(Exception):
     """A statement failed in a way that more columns do not repair."""
 
 
-def execute(cells: list[str], stand_ins: Any) -> Any:
+def execute(cells: list[str], stand_ins: types.ModuleType) -> object:
     """Run the cells up to `train()`. Returns the trainer; raises KeyError and others for what is missing."""
     stand_ins.record.clear()
     stand_ins.files.clear()
@@ -334,7 +341,7 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
     raise Failed("; ".join(failures[:3]) or "no train() is reached")
 
 
-def is_of_missing(node: ast.stmt, space: dict[str, Any]) -> bool:
+def is_of_missing(node: ast.stmt, space: Values) -> bool:
     """An assertion about a package that is not installed here."""
     names = (
         {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if isinstance(node, ast.Assert) else set()
@@ -342,7 +349,7 @@ def is_of_missing(node: ast.stmt, space: dict[str, Any]) -> bool:
     return any(isinstance(space.get(name), sys.modules["stand_ins"].Missing) for name in names)  # type: ignore[attr-defined]
 
 
-def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], cell: int) -> None:
+def run_statement(node: ast.stmt, space: Values, failures: list[str], cell: int) -> None:
     try:
         exec(compile(ast.Module([node], []), f"<cell {cell}>", "exec"), space)
     except Exception as error:
@@ -375,7 +382,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
         forget(node, space)
 
 
-def not_installed(node: ast.Import | ast.ImportFrom, name: str) -> Any:
+def not_installed(node: ast.Import | ast.ImportFrom, name: str) -> object:
     """What an import that failed gives."""
     package = sys.modules["stand_ins"].missing_package  # type: ignore[attr-defined]
     return package(name) if isinstance(node, ast.Import) else getattr(package(node.module or ""), name)
@@ -434,7 +441,7 @@ def unknown_number(error: BaseException) -> int:
     return 0
 
 
-def forget(node: ast.stmt, space: dict[str, Any]) -> None:
+def forget(node: ast.stmt, space: Values) -> None:
     """Remove what a failed statement may have left half done, so that nothing is trained with it."""
     for part in ast.walk(node):
         name = None
@@ -460,7 +467,7 @@ def _looks(call: ast.Call, node: ast.stmt) -> bool:
     return call.func.attr in LOOKS  # type: ignore[attr-defined]
 
 
-def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tuple[Any, str]:
+def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tuple[object, str]:
     """Run again and again, with one more column each time. Returns the trainer and the text field that only the
     trainer asked for, or ""."""
     source = "\n".join(cells)
@@ -525,7 +532,7 @@ GROUPS = frozenset(
 )
 
 
-def adapt(cells: list[str], stand_ins: Any, tried: list[str]) -> bool:
+def adapt(cells: list[str], stand_ins: types.ModuleType, tried: list[str]) -> bool:
     """Give the rows what the code looks for in them, once in each way: groups, then words that its filters or its
     response template look for. Returns whether anything changed. `tried` holds what did not help."""
     columns, before = stand_ins.columns, dict(stand_ins.columns)
@@ -539,7 +546,7 @@ def adapt(cells: list[str], stand_ins: Any, tried: list[str]) -> bool:
     return columns != before
 
 
-def words_looked_for(cells: list[str], stand_ins: Any) -> list[str]:
+def words_looked_for(cells: list[str], stand_ins: types.ModuleType) -> list[str]:
     """Texts that functions of `filter`, or a template of responses, look for in the rows."""
     found = list(stand_ins.record.get("templates", []))
     for cell in cells:
@@ -558,7 +565,7 @@ def words_looked_for(cells: list[str], stand_ins: Any) -> list[str]:
     return [word for word in dict.fromkeys(found) if word.strip() and "|" not in word and len(word) < 80][:6]
 
 
-def rows_of(trainer: Any, stand_ins: Any) -> list[Any]:
+def rows_of(trainer: Any, stand_ins: types.ModuleType) -> list[object]:
     """The rows as the trainer's collator gives them. Raises Failed if no token of them is trained on."""
     found = []
     trainer._set_signature_columns_if_needed()
@@ -578,7 +585,7 @@ def optional_columns(source: str) -> list[str]:
     return [name for name in dict.fromkeys(found) if not name.isupper() and name not in ("role", "content")]
 
 
-def change(name: str, source: str, stand_ins: Any) -> None:
+def change(name: str, source: str, stand_ins: types.ModuleType) -> None:
     """Add a column, or change the keys of the messages."""
     columns = stand_ins.columns
     lists = [column for column, kind in columns.items() if kind in ("messages", "sharegpt")]
@@ -603,7 +610,7 @@ def labels(name: str, source: str) -> str:
     return "choice:" + "|".join(dict.fromkeys(found)) if len(set(found)) > 1 else ""
 
 
-def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
+def result(trainer: Any, stand_ins: types.ModuleType, unsloth: bool) -> Values:
     """What the trainer would train with."""
     now = stand_ins.settings(trainer.args), stand_ins.arguments(trainer.args)
     chosen, arguments = (
@@ -629,7 +636,7 @@ def variants(field: str) -> list[dict[str, str]]:
     return [{field: "text"}, {"messages": "messages"}, {"prompt": "text", "completion": "text"}]
 
 
-def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
+def answer(job: Values, stand_ins: types.ModuleType) -> list[Values]:
     """Run the notebook of a job. Returns one run for each set of columns."""
     sys.meta_path.insert(0, stand_ins.Blocker("finetune", "patches"))
     cells, unsloth = job["cells"], job["unsloth"]
@@ -652,7 +659,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
     return found + [run for run in more if run is not None]
 
 
-def with_empty_values(cells: list[str], stand_ins: Any, start: dict[str, str], unsloth: bool) -> dict[str, Any] | None:
+def with_empty_values(cells: list[str], stand_ins: Any, start: dict[str, str], unsloth: bool) -> Values | None:
     """A run on rows of which some values are empty, as answers may be; None if the notebook fails on them."""
     before = len(failed)
     stand_ins.empty = True

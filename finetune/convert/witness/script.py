@@ -10,7 +10,9 @@ import inspect
 import os
 import sys
 import types
-from typing import Any
+from typing import Any, TypeAlias
+
+Values: TypeAlias = dict[str, Any]  # by name: arguments, columns of a row, or the parts of a report
 
 
 def execute(path: str) -> None:
@@ -27,7 +29,7 @@ def execute(path: str) -> None:
         pass
 
 
-def _import(name: str, *given: Any, **named: Any) -> Any:
+def _import(name: str, *given: Any, **named: object) -> object:
     """A package that the script imports and that is not installed here is what it is for the notebook."""
     try:
         return builtins.__import__(name, *given, **named)
@@ -37,7 +39,7 @@ def _import(name: str, *given: Any, **named: Any) -> Any:
         return sys.modules["stand_ins"].missing_package(name if given[2:] and given[2] else name.partition(".")[0])
 
 
-def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
+def reached(job: Values, stand_ins: types.ModuleType) -> Values:
     """A script with `finetune.SFTTrainer`, up to `train()`."""
     from finetune.drop_in import trainer as drop_in
 
@@ -58,7 +60,7 @@ def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.record_trainer(dict(zip(names, positional, strict=False)) | given)
         build(self, *positional, **given)
 
-    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
+    def train(self: object, resume_from_checkpoint: object = None, *_: object, **__: object) -> None:
         stand_ins.record["checkpoint"] = stand_ins.checkpoint(resume_from_checkpoint)
         found.append(self)
         raise stand_ins.Stop
@@ -84,12 +86,12 @@ def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     }
 
 
-def tokenized(rows: Any, stand_ins: Any) -> list[Any]:
+def tokenized(rows: Any, stand_ins: types.ModuleType) -> list[object]:
     found = (stand_ins.row(*rows[index]) for index in range(len(rows)))
     return [row for row in found if row]
 
 
-def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
+def answer(job: Values, stand_ins: Any) -> Values:
     """Run the script of a job with each set of columns."""
     sys.meta_path[:0] = [
         stand_ins.Blocker("finetune.convert"),
@@ -107,7 +109,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     }
 
 
-def _with_variables(run: Any, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+def _with_variables(run: Any, columns: dict[str, str], stand_ins: types.ModuleType) -> Values:
     """The result of a script, whose environment variables are set as the notebook's are."""
     while True:
         stand_ins.record.clear()
@@ -124,7 +126,7 @@ def _with_variables(run: Any, columns: dict[str, str], stand_ins: Any) -> dict[s
             os.environ[variable] = "none"
 
 
-def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+def _one(job: Values, name: str, number: int, columns: dict[str, str], stand_ins: Any) -> Values:
     """One script with one set of columns; `refused` if the package refuses its rows or settings."""
     from finetune.errors import RunError, UserError
 

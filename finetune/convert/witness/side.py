@@ -10,12 +10,11 @@ import json
 import os
 import sys
 import types
-from typing import Any
 
 
-def module(name: str, source: str) -> Any:
+def module(name: str, source: str) -> types.ModuleType:
     """A module from its source. It keeps the builtins that are set now."""
-    found: Any = types.ModuleType(name)
+    found = types.ModuleType(name)
     found.__dict__["__builtins__"] = dict(vars(builtins))
     sys.modules[name] = found
     exec(compile(source, f"<{name}>", "exec"), found.__dict__)

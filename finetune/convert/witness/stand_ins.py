@@ -23,9 +23,11 @@ import sys
 import traceback
 import types
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 from unittest.mock import MagicMock
+
+Values: TypeAlias = dict[str, Any]  # by name: arguments, columns of a row, or the parts of a report
 
 ROWS = 120
 SPECIAL = (
@@ -54,7 +56,7 @@ CONVERSATIONS = frozenset("messages conversations conversation conversations_raw
 NUMBERS = frozenset("id idx index label labels score rating length len year".split())
 OPTIONAL = frozenset("input context system".split())  # empty in some rows
 
-record: dict[str, Any] = {}  # what the program under test passed to loaders and adapters
+record: Values = {}  # what the program under test passed to loaders and adapters
 
 
 class Blocker(importlib.abc.MetaPathFinder):
@@ -92,7 +94,7 @@ class Missing(MagicMock):
         return "<not installed>"
 
 
-def missing_package(name: str) -> Any:
+def missing_package(name: str) -> object:
     """A package that is not installed; rows can be divided as by scikit-learn's."""
     found = Missing()
     if name.partition(".")[0] == "sklearn":
@@ -205,7 +207,7 @@ def _save_tiny(folder: str, has_template: bool) -> None:
         with open(template, encoding="utf-8") as stream:
             tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
-    settings: dict[str, Any] = dict(
+    settings: Values = dict(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["LlamaForCausalLM"],
@@ -213,7 +215,7 @@ def _save_tiny(folder: str, has_template: bool) -> None:
     LlamaConfig(**settings).save_pretrained(folder)
 
 
-def tiny_model(recipe: dict[str, Any]) -> Any:
+def tiny_model(recipe: Values) -> Any:
     """A new one, with random weights. `recipe`: what `loading` returns."""
     import torch
     import transformers
@@ -232,7 +234,7 @@ def tiny_model(recipe: dict[str, Any]) -> Any:
     return model
 
 
-def _state(model: Any) -> dict[str, Any]:
+def _state(model: Any) -> Values:
     """Configuration and weights: what a program may change in place. Numbers of special tokens, which the package sets
     from the tokenizer, and the cache do not count."""
     config = {key: _jsonable(value) for key, value in model.config.to_dict().items() if key not in OF_TRAINER}
@@ -260,18 +262,18 @@ OF_TRAINER = frozenset(
 )
 
 
-def checkpoint(given: Any) -> Any:
+def checkpoint(given: object) -> object:
     """What training resumes from."""
     return given if isinstance(given, bool) else str(given) if given else None
 
 
-def freeze(model: Any) -> None:
+def freeze(model: object) -> None:
     """As an adapter does with its base model."""
     for weight in getattr(model, "parameters", list)():
         weight.requires_grad_(False)
 
 
-def _generate(inputs: Any = None, **named: Any) -> Any:
+def _generate(inputs: object = None, **named: object) -> object:
     """What a model that answers nothing generates: the prompt."""
     import torch
 
@@ -294,7 +296,7 @@ def _replace_models(folder: str) -> None:
     load_tokenizer = transformers.AutoTokenizer.from_pretrained
     load_config = transformers.AutoConfig.from_pretrained
 
-    def tokenizer(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+    def tokenizer(pretrained_model_name_or_path: object = None, *_: object, **given: object) -> Any:
         name = pretrained_model_name_or_path
         if isinstance(name, str) and os.path.isdir(name):
             return load_tokenizer(name, **given)
@@ -304,10 +306,10 @@ def _replace_models(folder: str) -> None:
         record.setdefault("tokenizers", {}).setdefault(found.name_or_path, kept)
         return found
 
-    def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
+    def config(*_: object, return_unused_kwargs: bool = False, **rest: object) -> Any:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
-    def model(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+    def model(pretrained_model_name_or_path: object = None, *_: object, **given: object) -> Any:
         if today and (former := sorted(FORMER & given.keys())):
             raise TypeError(f"from_pretrained() got an unexpected keyword argument {former[0]!r}")
         found = tiny_model(loading(pretrained_model_name_or_path, given))
@@ -326,7 +328,7 @@ def _replace_models(folder: str) -> None:
     base = transformers.PreTrainedTokenizerBase
     original = base.from_pretrained.__func__
 
-    def any_class(cls: Any, name: Any = None, *rest: Any, **given: Any) -> Any:
+    def any_class(cls: object, name: object = None, *rest: object, **given: object) -> object:
         if isinstance(name, str) and os.path.isdir(name):
             return original(cls, name, *rest, **given)
         return tokenizer(name, **given)
@@ -364,7 +366,7 @@ def _replace_trackers() -> None:
             kind.__init__ = lambda self, *_, **__: None  # type: ignore[misc]
 
 
-def account() -> Any:
+def account() -> object:
     """The hub's client, for a user whose name is the same on both sides."""
     found = Missing()
     found.whoami = lambda *_, **__: {"name": "none"}
@@ -394,8 +396,8 @@ def _no_gpu() -> None:
 
     move = torch.nn.Module.to
 
-    def cast(dtype: str) -> Any:
-        def called(self: Any) -> Any:
+    def cast(dtype: str) -> Callable[..., object]:
+        def called(self: Any) -> object:
             recipe = getattr(self, "recipe", None)
             return getattr(torch.nn.Module, f"_{dtype}")(self) if recipe is None else _is_cast(self, dtype)
 
@@ -414,7 +416,7 @@ def _no_gpu() -> None:
         except (AssertionError, RuntimeError):
             return self
 
-    def encoding_to(self: Any, *_: Any, **__: Any) -> Any:
+    def encoding_to(self: object, *_: object, **__: object) -> Any:
         return self
 
     torch.nn.Module.to = to
@@ -423,7 +425,7 @@ def _no_gpu() -> None:
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
 
-def _is_cast(model: Any, dtype: Any) -> Any:
+def _is_cast(model: Any, dtype: object) -> object:
     """The whole model is cast; its tiny one stays as it is, for a CPU."""
     model.recipe["dtype"] = _dtype(dtype)
     return model
@@ -446,7 +448,7 @@ def _replace_unsloth() -> None:
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
 
 
-def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str, Any]:
+def _unsloth_methods(loads: Values, adapts: Values) -> Values:
     """What one of Unsloth's classes is asked for. `loads`, `adapts`: defaults of its two methods, in their order."""
 
     def from_pretrained(*given: Any, **named: Any) -> Any:
@@ -458,12 +460,12 @@ def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str,
         model.for_training = lambda *_, **__: model  # by which a trainer knows a model of Unsloth's
         return model, transformers.AutoTokenizer.from_pretrained(values["model_name"])
 
-    def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:
+    def get_peft_model(model: object, *given: object, **named: object) -> object:
         values = adapts | dict(zip(adapts, given, strict=False)) | named
         record["lora"] = adapter(values)
         return model
 
-    def unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
+    def unchanged(model: object = None, *_: object, **__: object) -> object:
         return model
 
     methods = {"from_pretrained": from_pretrained, "get_peft_model": get_peft_model}
@@ -477,7 +479,7 @@ MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code
          "configuration", "changed weights", "trained besides the adapter", "own functions", "checkpoint")  # fmt: skip
 
 
-def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
+def loading(name: object, given: Values) -> Values:
     """What a loader is asked for."""
     former = "flash_attention_2" if given.get("use_flash_attention_2") else None
     kept = {key: _jsonable(given[key]) for key in sorted(given) if key in _NEUTRAL - _OF_MACHINE}
@@ -515,7 +517,7 @@ _QUANTIZATION = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": Fals
                  "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None}  # fmt: skip
 
 
-def quantization(given: dict[str, Any]) -> dict[str, Any]:
+def quantization(given: Values) -> Values:
     """How a loader with these arguments quantizes, with bitsandbytes's defaults."""
     config = given.get("quantization_config")
     values = config if isinstance(config, dict) else vars(config) if config is not None else {}
@@ -525,12 +527,12 @@ def quantization(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dtype(value: Any) -> str | None:
+def _dtype(value: object) -> str | None:
     name = str(value).removeprefix("torch.")
     return None if name in ("None", "auto") else {"half": "float16", "float": "float32"}.get(name, name)
 
 
-def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
+def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> Values:
     """What is loaded, and what is left to train of it."""
     found = dict(getattr(model, "recipe", record.get("recipe") or loading(None, {})))
     # As the package does on a GPU like this one: `fp16=True` alone loads a transformers model in that type.
@@ -554,7 +556,7 @@ def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
     return {name: found[name] for name in MODEL}
 
 
-def bits(given: dict[str, Any]) -> int:
+def bits(given: Values) -> int:
     """Bits per weight in which a loader with these arguments holds the base model; 16 stands for unquantized."""
     quantization = given.get("quantization_config")
     if quantization is not None:
@@ -566,7 +568,7 @@ def bits(given: dict[str, Any]) -> int:
     return 8 if given.get("load_in_8bit") else 4 if given.get("load_in_4bit") else 16
 
 
-def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
+def _defaults_on_gpu(source: str, function: str) -> Values:
     """Defaults of a function's parameters, in their order, in one of Unsloth's modules for GPUs, which cannot be
     imported without one."""
     import unsloth
@@ -578,7 +580,7 @@ def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    found: dict[str, Any] = {}
+    found: Values = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == function and node.args.defaults:
             names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
@@ -588,7 +590,7 @@ def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
     return found
 
 
-def _literal(value: ast.expr) -> Any:
+def _literal(value: ast.expr) -> object:
     try:
         return ast.literal_eval(value)
     except ValueError:  # computed from the device
@@ -600,11 +602,11 @@ def _replace_adapters() -> None:
     import peft.mapping_func
     import trl.trainer.sft_trainer as sft
 
-    def get_peft_model(model: Any, peft_config: Any = None, *_: Any, **named: Any) -> Any:
+    def get_peft_model(model: object, peft_config: object = None, *_: object, **named: object) -> object:
         record_adapter(peft_config or named.get("peft_config"), model)
         return model
 
-    def unchanged(model: Any, *given: Any, **named: Any) -> Any:
+    def unchanged(model: object, *given: object, **named: object) -> object:
         if by_program(1):
             record["prepared for k-bit training"] = shown([given, named])
         return model
@@ -614,7 +616,7 @@ def _replace_adapters() -> None:
     peft.prepare_model_for_int8_training = unchanged  # pyright: ignore[reportAttributeAccessIssue]  (its former name)
 
 
-def record_adapter(config: Any, model: Any) -> None:
+def record_adapter(config: Any, model: object) -> None:
     """The adapter of a LoraConfig, on this model."""
     if config is not None:
         record["lora"] = adapter(config.to_dict())
@@ -632,7 +634,7 @@ ADAPTER = (
 _MORE_OF_ADAPTER = "use_gradient_checkpointing loftq_config task_type inference_mode max_seq_length".split()
 
 
-def adapter(values: dict[str, Any]) -> dict[str, Any]:
+def adapter(values: Values) -> Values:
     """The adapter, JSON-safe."""
     found = {name: _jsonable(values.get(name)) for name in ADAPTER}
     for name in ("target_modules", "modules_to_save", "exclude_modules"):
@@ -645,7 +647,7 @@ def adapter(values: dict[str, Any]) -> dict[str, Any]:
     return found | rest | {"init_lora_weights": weights}
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> Any:
     if isinstance(value, set | frozenset | list | tuple | range):
         return [_jsonable(item) for item in value]
     if isinstance(value, dict):
@@ -682,7 +684,7 @@ def _with_words(text: str, words: list[str]) -> str:
     return " ".join(parts) if text else text
 
 
-def _value(column: str, kind: str, row: int, source: str) -> Any:
+def _value(column: str, kind: str, row: int, source: str) -> object:
     kind, _, more = kind.partition(":")
     if kind == "number":
         return row % int(more or ROWS)
@@ -702,7 +704,7 @@ def _value(column: str, kind: str, row: int, source: str) -> Any:
     return [{who: names[turn % 2], what: _text(column, row, source, turn)} for turn in range(turns)]
 
 
-def rows(count: int = ROWS, source: Any = None) -> list[dict[str, Any]]:
+def rows(count: int = ROWS, source: object = None) -> list[Values]:
     """Rows with the columns that are known so far. `source`: what was asked for; rows of two sources differ."""
     asked.append(source)
     chosen = columns or {"row_number": "number"}
@@ -717,7 +719,7 @@ FEWEST = 20  # a smaller part of so few rows says nothing about that part of a r
 def _replace_data() -> None:
     import datasets
 
-    def load(*given: Any, split: Any = None, **named: Any) -> Any:
+    def load(*given: object, split: object = None, **named: object) -> object:
         source = [*given[:2], *(named.get(key) for key in ("name", "data_files", "data_dir", "path", "revision"))]
         if split is None:
             return datasets.DatasetDict({name: part(source, name) for name in SPLITS})
@@ -725,7 +727,7 @@ def _replace_data() -> None:
             return [part(source, one) for one in split]
         return part(source, split)
 
-    def part(source: Any, split: Any) -> Any:
+    def part(source: object, split: object) -> Any:
         """One split, or the part of it that is named."""
         try:
             instructions = datasets.ReadInstruction.from_spec(str(split)).to_absolute(dict.fromkeys(SPLITS, ROWS))
@@ -741,7 +743,7 @@ def _replace_data() -> None:
         return datasets.Dataset.from_list(found if len(found) >= FEWEST else rows(ROWS, (source, str(split))))
 
     def saved(load_saved: Any) -> Any:
-        def from_disk(path: Any = None, *given: Any, **named: Any) -> Any:
+        def from_disk(path: Any = None, *given: Any, **named: Any) -> object:
             path = named.pop("dataset_path", path)
             if os.path.isdir(str(path)):  # the program has written it
                 return load_saved(path, *given, **named)
@@ -750,7 +752,7 @@ def _replace_data() -> None:
         return from_disk
 
     def file(read: Any) -> Any:
-        def from_file(path: Any = None, *given: Any, **named: Any) -> Any:
+        def from_file(path: Any = None, *given: Any, **named: Any) -> object:
             path = named.pop("path_or_paths", path)
             if isinstance(path, str | os.PathLike) and os.path.isfile(path):
                 return read(path, *given, **named)
@@ -760,7 +762,7 @@ def _replace_data() -> None:
 
     read_files = datasets.load_dataset
 
-    def load_or_read(*given: Any, **named: Any) -> Any:
+    def load_or_read(*given: Any, **named: Any) -> object:
         """Files that the program has written are read."""
         files = named.get("data_files")
         paths = files.values() if isinstance(files, dict) else files if isinstance(files, list | tuple) else [files]
@@ -785,11 +787,11 @@ def _tolerate_sizes(dataset: Any) -> None:
     select, split, shuffle = dataset.select, dataset.train_test_split, dataset.shuffle
     apply, keep = dataset.map, dataset.filter
 
-    def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
+    def selected(self: Any, indices: Any, *given: object, **named: object) -> object:
         found = [int(getattr(one, "as_py", lambda one=one: one)()) for one in indices]
         return select(self, places(found, len(self)), *given, **named)
 
-    def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
+    def divided(self: Any, test_size: Any = None, train_size: object = None, **named: Any) -> Any:
         named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
         sizes = {"test_size": test_size, "train_size": train_size}
         fitting = {key: share(size, len(self)) for key, size in sizes.items()}
@@ -797,11 +799,13 @@ def _tolerate_sizes(dataset: Any) -> None:
             fitting["train_size"] = None
         return split(self, **fitting, **named)
 
-    def shuffled(self: Any, seed: Any = None, *given: Any, buffer_size: Any = None, **named: Any) -> Any:
+    def shuffled(
+        self: object, seed: object = None, *given: object, buffer_size: object = None, **named: object
+    ) -> object:
         return shuffle(self, seed or 0, *given, **named)
 
-    def alone(method: Any) -> Any:
-        def called(self: Any, *given: Any, **named: Any) -> Any:
+    def alone(method: Callable[..., Any]) -> Callable[..., object]:
+        def called(self: Any, *given: Any, **named: Any) -> object:
             return method(self, *given, **(named | {"num_proc": None}))
 
         return called
@@ -818,11 +822,11 @@ STEPS = (
 ).split()
 
 
-def noted(name: str, method: Any) -> Any:
+def noted(name: str, method: Callable[..., Any]) -> Callable[..., object]:
     """A method of a data set whose result knows the steps that made it. A step that changes none of the generated rows
     may change real ones."""
 
-    def called(self: Any, *given: Any, **named: Any) -> Any:
+    def called(self: Any, *given: Any, **named: Any) -> object:
         found = method(self, *given, **named)
         kept = {key: value for key, value in named.items() if key not in _OF_CACHE}
         steps = [*getattr(self, "steps", ()), f"{name} {shown(given)} {shown(kept)}"]
@@ -839,7 +843,7 @@ def noted(name: str, method: Any) -> Any:
 _OF_CACHE = frozenset("num_proc desc load_from_cache_file keep_in_memory writer_batch_size cache_file_name".split())
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as text that is the same on both sides. A function is its constants and its names, whether they are
     global, as in a notebook, or of the function around it."""
     function = getattr(value, "__func__", value)
@@ -874,7 +878,7 @@ def places(indices: list[int], length: int) -> list[int]:
     return inside[: len(inside) - cut]
 
 
-def share(size: Any, length: int) -> Any:
+def share(size: object, length: int) -> Any:
     """A number of rows of a larger data set, as a share of this one: between 5 % and 15 %, not the same for all."""
     if not isinstance(size, int) or isinstance(size, bool) or size <= length // 4:
         return size
@@ -903,7 +907,7 @@ def _replace_open() -> None:
     where it may not is written into the folder of the sandbox."""
     really, here = io.open, os.getcwd()
 
-    def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+    def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> object:
         try:
             return really(files.get(file, file) if isinstance(file, str) else file, mode, *given, **named)
         except (FileNotFoundError, PermissionError):
@@ -913,7 +917,7 @@ def _replace_open() -> None:
                 raise
         return really(other, mode, *given, **named)
 
-    def folder(make: Any) -> Any:
+    def folder(make: Callable[..., object]) -> Callable[..., None]:
         def called(path: Any, *given: Any, **named: Any) -> None:
             outside = not os.path.abspath(os.fsdecode(path)).startswith(here)
             with contextlib.suppress(PermissionError, *([FileNotFoundError] if outside else [])):
@@ -925,7 +929,7 @@ def _replace_open() -> None:
     os.makedirs, os.mkdir = folder(os.makedirs), folder(os.mkdir)
 
 
-def _elsewhere(name: Any, mode: str) -> str | None:
+def _elsewhere(name: object, mode: str) -> str | None:
     """A file in the folder of the sandbox for one that cannot be opened: to write, or with generated rows to read."""
     if mode[0] == "r":
         return _generated(name)
@@ -948,7 +952,7 @@ def _generated(name: Any) -> str | None:
     return files[name]
 
 
-def _written(found: list[dict[str, Any]], kind: str) -> str:
+def _written(found: list[Values], kind: str) -> str:
     import pandas
 
     if kind == ".json" and not by_line:
@@ -961,8 +965,8 @@ def _written(found: list[dict[str, Any]], kind: str) -> str:
 def _replace_pandas() -> None:
     import pandas
 
-    def frame(read: Any) -> Any:
-        def called(*given: Any, **named: Any) -> Any:
+    def frame(read: Callable[..., Any]) -> Callable[..., object]:
+        def called(*given: Any, **named: Any) -> object:
             source = given[0] if given else named.get("filepath_or_buffer", named.get("path_or_buf", named.get("path")))
             source = "" if source is None else source
             if not isinstance(source, str | os.PathLike) or os.path.isfile(source):
@@ -976,7 +980,7 @@ def _replace_pandas() -> None:
     _tolerate_samples(pandas.DataFrame)
 
 
-def _as_asked(table: Any, named: dict[str, Any]) -> Any:
+def _as_asked(table: Any, named: Values) -> object:
     """With the columns that the reader was asked for by name."""
     for key in ("usecols", "columns"):
         if isinstance(chosen := named.get(key), list) and all(isinstance(name, str) for name in chosen):
@@ -993,7 +997,7 @@ def _tolerate_samples(table: Any) -> None:
     """Samples of more rows than there are, and without a seed."""
     sample = table.sample
 
-    def sampled(self: Any, n: Any = None, frac: Any = None, replace: Any = False, **named: Any) -> Any:
+    def sampled(self: Any, n: object = None, frac: object = None, replace: object = False, **named: object) -> object:
         named["random_state"] = 0 if named.get("random_state") is None else named["random_state"]
         if isinstance(n, int) and n > len(self) and not replace:
             n = len(self) - n % 11 if len(self) > FEWEST else len(self)
@@ -1024,7 +1028,7 @@ def replace_configs(unsloth: bool, renamed: Mapping[str, str] | None = None) -> 
     _replace_config(trl.SFTConfig, own, renamed)
 
 
-def unsloth_defaults() -> dict[str, Any]:
+def unsloth_defaults() -> Values:
     """The defaults of Unsloth's SFTConfig on a GPU, read from its generator, which does not run on a CPU."""
     import unsloth
 
@@ -1040,13 +1044,13 @@ def unsloth_defaults() -> dict[str, Any]:
     raise LookupError("the defaults of Unsloth's SFTConfig are not where they were")
 
 
-def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, str] | None) -> None:
+def _replace_config(kind: Any, defaults: Values, renamed: Mapping[str, str] | None) -> None:
     build = kind.__init__
     names = list(inspect.signature(build).parameters)[1:]
     parameters = set(names)
 
     @functools.wraps(build)  # its signature, which a program may read
-    def init(self: Any, *positional: Any, **given: Any) -> None:
+    def init(self: Any, *positional: object, **given: Any) -> None:
         has_length = given.get("max_seq_length") is not None
         if renamed is not None:
             given = {renamed.get(key, key): value for key, value in given.items()}
@@ -1092,13 +1096,13 @@ GIVEN = (*ARGUMENTS, "rows per step", *FORCED, *_OF_TRAINER, "prepared for k-bit
          "loader's arguments", "adapter's arguments")  # fmt: skip
 
 
-def arguments(args: Any) -> dict[str, Any]:
+def arguments(args: Any) -> Values:
     """The other training arguments, JSON-safe. The package's trainer may be given the batch as such."""
     batch = record.get("batch") or args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {name: _plain(getattr(args, name, None)) for name in ARGUMENTS} | {"rows per step": batch}
 
 
-def own_functions(given: Mapping[str, Any]) -> list[str]:
+def own_functions(given: Mapping[str, object]) -> list[str]:
     """Arguments of the trainer that replace a part of the training."""
     values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
     return [name for name, value in values.items() if value is not None and value != (None, None)]
@@ -1116,14 +1120,14 @@ def record_trainer(given: Mapping[str, Any]) -> None:
     record["formatting_func"] = shown(given.get("formatting_func"))
 
 
-def _held_out(table: Any) -> Any:
+def _held_out(table: Any) -> object:
     if not hasattr(table, "column_names"):
         return None if table is None else type(table).__name__
     text = json.dumps(table[:], default=str)
     return [len(table), zlib.crc32(text.encode()), *getattr(table, "steps", ())]
 
 
-def given(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def given(values: Values, tokenizer: object) -> Values:
     """What the program gave to loaders and its trainer that no row and no number shows. `values`: by `arguments`."""
     if record.get("held-out rows") is None:
         values = values | {name: None for name in values if name.startswith("eval_")}
@@ -1133,7 +1137,7 @@ def given(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     return values | more | {"adapter's arguments": record.get("adapter")}
 
 
-def settings(args: Any) -> dict[str, Any]:
+def settings(args: Any) -> Values:
     """The resolved training arguments that both sides must agree on, JSON-safe."""
     found = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
     if not found["warmup_steps"] and getattr(args, "warmup_ratio", None):
@@ -1148,7 +1152,7 @@ def settings(args: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     value = _jsonable(getattr(value, "value", value))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 

@@ -18,6 +18,8 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request
 
+from finetune.runtime.types import JsonObject
+
 if TYPE_CHECKING:
     from finetune.review.board.discover import Found
 
@@ -37,11 +39,11 @@ class ReviewPlugin(base_plugin.TBPlugin):
         self._lock = threading.Lock()  # TensorBoard answers each request in a thread of its own
         self._active = False
         self._look_again = 0.0
-        self._state: Any = None
+        self._state: object = None
         self._renew_after = 0.0
-        self._review: dict[str, Any] = {}
+        self._review: JsonObject = {}
 
-    def get_plugin_apps(self) -> dict[str, Any]:
+    def get_plugin_apps(self) -> JsonObject:
         return {"/tab.js": self._serve_script, "/review": self._serve_review}
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -63,14 +65,14 @@ class ReviewPlugin(base_plugin.TBPlugin):
             log.exception("The Review tab could not search %s for runs", self._folder)
             return False
 
-    def _serve_script(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+    def _serve_script(self, environ: Any, start_response: object) -> Iterable[bytes]:
         script = Path(__file__).with_name("tab.js").read_text(encoding="utf-8")
         return http_util.Respond(Request(environ), script, "text/javascript")(environ, start_response)
 
-    def _serve_review(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+    def _serve_review(self, environ: Any, start_response: object) -> Iterable[bytes]:
         return http_util.Respond(Request(environ), self.review(), "application/json")(environ, start_response)
 
-    def review(self) -> dict[str, Any]:
+    def review(self) -> JsonObject:
         """What the tab shows: `finetune.review.page.content` of all runs, or {"error": a sentence}."""
         try:
             with self._lock:
@@ -79,7 +81,7 @@ class ReviewPlugin(base_plugin.TBPlugin):
             log.exception("The Review tab failed")
             return {"error": f"The review failed: {type(error).__name__}: {error}. TensorBoard's log has the details."}
 
-    def _current_review(self) -> dict[str, Any]:
+    def _current_review(self) -> JsonObject:
         """The review of the files as they are, made anew if one has changed: but at most a tenth of the time."""
         from finetune.review.board.discover import find_runs
 
@@ -95,7 +97,7 @@ class ReviewPlugin(base_plugin.TBPlugin):
         return self._review
 
 
-def _review(found: list[Found]) -> dict[str, Any]:
+def _review(found: list[Found]) -> JsonObject:
     """The review of the runs that wrote last. A run that cannot be reviewed does not hide the others."""
     from finetune.review import review
     from finetune.review.page import content
@@ -111,7 +113,7 @@ def _review(found: list[Found]) -> dict[str, Any]:
     return content(made) | {"left_out": len(found) - len(shown)}
 
 
-def _alone(run: Found) -> dict[str, Any]:
+def _alone(run: Found) -> JsonObject:
     from finetune.review import review
 
     try:

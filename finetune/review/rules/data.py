@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from finetune.review.finding import Explanation, Finding, percent
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, text
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 DROPPED = 0.05  # of the rows read
@@ -83,7 +83,7 @@ def similar_steps(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
     """(share, threshold, evidence, advice) of what is lost of a split beyond the thresholds."""
-    ledger: dict[str, Any] = mapping(run.at(f"ledger.{split}"))
+    ledger: JsonObject = mapping(run.at(f"ledger.{split}"))
     read = count(ledger.get("rows_read"))
     if not read:
         return []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from finetune.review.finding import Explanation, Finding, duration
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, sequence, text
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 
@@ -44,7 +44,7 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
-def _who(missing: list[dict[str, Any]], first: dict[str, Any]) -> str:
+def _who(missing: list[JsonObject], first: JsonObject) -> str:
     ranks = [count(one.get("rank")) for one in missing]
     if not ranks:
         rank = count(first.get("rank"))
@@ -53,13 +53,13 @@ def _who(missing: list[dict[str, Any]], first: dict[str, Any]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{more}"
 
 
-def _what(hang: dict[str, Any], missing: list[dict[str, Any]]) -> str:
+def _what(hang: JsonObject, missing: list[JsonObject]) -> str:
     if missing:
         return "kept the others waiting" if all(one.get("answered") is True for one in missing) else "did not answer"
     return "and all others waited for each other" if text(hang.get("collective")) else "was in one phase for long"
 
 
-def _longer(hang: dict[str, Any], seconds: float | None) -> int:
+def _longer(hang: JsonObject, seconds: float | None) -> int:
     """Twice the longest wait, in seconds."""
     return max(2 * round(max(seconds or 0.0, number(hang.get("waited_seconds")) or 0.0)), 600)
 

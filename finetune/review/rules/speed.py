@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from finetune.review.rules import ranks, straggler, timing
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, sequence
 from finetune.review.values import number as value_of
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 DATA_WAIT = 0.10  # of the step; calibrated
@@ -207,7 +207,7 @@ def _rarer(run: Run, share: float, whole: float) -> tuple[str, str]:
         share: of the wall time that both take.
         whole: wall time in seconds.
     """
-    parts: dict[str, Any] = {name: run.number(f"{name}_seconds") for name in ("evaluation", "saving")}
+    parts: JsonObject = {name: run.number(f"{name}_seconds") for name in ("evaluation", "saving")}
     if run.ranks is not None and None in parts.values():
         parts = {"evaluation": float(run.ranks.evaluation.sum()), "saving": float(run.ranks.saving.sum())}
     name = "saving" if (parts["saving"] or 0) > (parts["evaluation"] or 0) else "evaluation"
