@@ -126,6 +126,7 @@ def about(run: Run) -> dict[str, Any]:
         "model_id": run.model_id,
         "data": _sources(run),
         "hardware": run.hardware,
+        "on_gpus": run.on_gpus,
         "world_size": run.world_size,
         "steps": run.steps,
         "resumed_at": run.resumed_at,

@@ -49,12 +49,16 @@ def meaning(name: str) -> str:
     return _MEANINGS.get(name) or tags.BY_NAME[name].meaning
 
 
-def described() -> dict[str, dict[str, str]]:
-    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none."""
+def described(device: str = "device") -> dict[str, dict[str, str]]:
+    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none.
+
+    Args:
+        device: what a rank computes on, as labels call it.
+    """
     units = {one.name: one.unit for one in tags.METRICS}
     return {
         name: {
-            "label": label(name) if name in units else _LABELS.get(name, ""),
+            "label": (label(name) if name in units else _LABELS.get(name, "")).replace("per device", f"per {device}"),
             "unit": units.get(name, ""),
             "meaning": meaning(name) if name in units else _MEANINGS.get(name, ""),
         }

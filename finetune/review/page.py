@@ -48,7 +48,8 @@ def content(review: dict[str, Any]) -> dict[str, Any]:
     rules = {
         name: {"question": one.question, "parts": one.parts()} for name, one in EXPLANATIONS.items() if name in found
     }
-    return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
+    device = "GPU" if all(run.get("about", {}).get("on_gpus") for run in review["runs"]) else "device"
+    return _without_nan({**review, "phases": PHASES, "names": labels.described(device), "rules": rules})
 
 
 def html(review: dict[str, Any]) -> str:

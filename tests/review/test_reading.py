@@ -16,7 +16,7 @@ import pytest
 
 from finetune import cli
 from finetune.errors import UserError
-from finetune.review import command, events, markdown, report, review
+from finetune.review import command, events, markdown, page, report, review
 from finetune.review import run as runs
 from finetune.runtime.tags import tag
 from tests.review import synthetic
@@ -481,6 +481,12 @@ def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: P
     assert healthy["change_first"] is None
     assert [one["level"] for one in slow["findings"]] == ["warning", "note"]
     assert slow["change_first"] == slow["findings"][0]["advice"] and "finetune doctor" in slow["change_first"]
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "tokens/s per GPU"), (False, "tokens/s per device")])
+def test_throughput_says_of_what_it_is(tmp_path: Path, gpu: bool, expected: str) -> None:
+    reviewed = review([make_run(tmp_path, gpu=gpu, record={"hardware": {"device": "cuda" if gpu else "cpu"}})])
+    assert page.content(reviewed.to_dict())["names"]["tokens_per_gpu"]["label"] == expected
 
 
 def test_a_review_knows_what_ran(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ const COLORS = {data_wait: "#e15759", forward: "#4e79a7", backward: "#76b7b2", c
 const LINES = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c755f", "#d4a72c"];
 const COMPARED = ["loss", "eval_loss", "tokens_per_gpu", "step_seconds", "hours", "mfu", "padding", "lost_to_slowest", "fullest"];
 const SHORT = {step_seconds: "step", hours: "time", lost_to_slowest: "waiting", fullest: "memory"}; // labels of narrow columns
-const PREDICTED = {step_seconds: ["step time", "s"], peak_memory_gib: ["peak memory", "GiB"], tokens_per_second_per_gpu: ["tokens/s per device", ""]};
-const TEXTS = ["run", "model", "verdict", "change_first"]; // columns of words in the table of runs
+const PREDICTED = {step_seconds: ["step time", "s"], peak_memory_gib: ["peak memory", "GiB"]};
+const TEXTS = ["run", "model", "verdict"]; // columns of words in the table of runs
 const FAR_APART = 8; // the longest run by the shortest: from then on the axis of a chart is logarithmic
 const MISSING = "not recorded";
 const NOT_FINITE = "not finite"; // JSON has no NaN: a loss of null
@@ -55,12 +55,17 @@ th { font-weight: 500; color: var(--faint); text-align: right; }
 thead th { vertical-align: bottom; }
 th:first-child, td:first-child, .words { text-align: left; }
 td.words { white-space: normal; min-width: 16em; overflow-wrap: anywhere; }
-td.one-line { width: 50%; max-width: 0; min-width: 12em; overflow: hidden; text-overflow: ellipsis; text-align: left; white-space: nowrap; }
+td.one-line { width: 100%; max-width: 0; min-width: 18em; text-align: left; line-height: 1.35; }
+td.one-line > div { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.first { font-size: 12px; color: var(--faint); }
+table.runs th, table.runs th button.sort { white-space: normal; }
+table.runs button.sort { text-align: inherit; }
+table.runs th.words { white-space: nowrap; }
 td.name { text-align: left; }
 th.name { text-align: left; }
 td.name > span, td.name > button { display: inline-block; vertical-align: bottom; max-width: min(18em, 40vw); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 table.runs { width: 100%; }
-table.runs td { height: 30px; padding-top: 0; padding-bottom: 0; }
+table.runs td { height: 30px; padding: 0 10px 0 0; }
 .level.warning { color: var(--warning); }
 .level.note { color: var(--note); }
 tr.off td { color: var(--faint); }
@@ -408,12 +413,12 @@ function ranks(parent, run, names) {
   table(panel(parent, "ranks", "Ranks, in a typical step"), "Ranks", head, run.ranks.map((rank) => keys.map((key) => (key === "rank" ? String(rank.rank) : shown(rank[key], unit(key))))));
 }
 
-function predictions(parent, run) {
+function predictions(parent, run, names) {
   if (!run.predicted?.length) return;
   const head = ["", "predicted", "measured", "error"].map((label) => ({label}));
   table(panel(parent, "predicted", "Predicted and measured"), "Predictions", head,
     run.predicted.map(({what, predicted, measured, error}) => {
-      const [label, unit] = PREDICTED[what] ?? [words(what), ""];
+      const [label, unit] = what === "tokens_per_second_per_gpu" ? [names.tokens_per_gpu.label, ""] : PREDICTED[what] ?? [words(what), ""];
       return [label, shown(predicted, unit), shown(measured, unit), shown(error, "0-1")];
     }));
 }
@@ -457,7 +462,7 @@ function drawRun(parent, run, review, opened) {
   if (entries(run.bars).length) phaseBars(panel(box, "bars", "Where the time of a step goes"), run.bars, phases, names);
   learning(box, run);
   ranks(box, run, names);
-  predictions(box, run);
+  predictions(box, run, names);
   metrics(box, run, names);
   return box;
 }
@@ -486,8 +491,7 @@ function compare(parent, review, boxes) {
   const grid = make(scrolling(section, "Runs"), "table", {class: "runs"});
   const head = [{name: "run", label: "run", about: "Ticked runs are in the charts. The name opens what was found."},
     ...(models.size > 1 ? [{name: "model", label: "model", about: "The end of its name or path. Losses of different models cannot be compared."}] : []),
-    {name: "verdict", label: "verdict", about: "What limits the run. Point at it to read it whole, or open the run."},
-    {name: "change_first", label: "change first", about: "What to do about the most severe finding."},
+    {name: "verdict", label: "verdict", about: "What limits the run, and what to do first about the most severe finding. Point at it to read it whole, or open the run."},
     ...columns.map((name) => ({name, label: SHORT[name] ?? names[name]?.label ?? words(name), about: `${SHORT[name] ? `${names[name]?.label}: ` : ""}${names[name]?.meaning ?? ""}`}))];
   const first = make(make(grid, "thead"), "tr");
   const heads = head.map(({name, label, about: title}) => {
@@ -518,10 +522,11 @@ function compare(parent, review, boxes) {
     });
     const level = run.findings?.[0]?.level;
     if (models.size > 1) named(value(run, "model"))(make(line, "td", {class: "name"}));
-    const limit = make(line, "td", {class: "one-line", title: plain(run.verdict)});
-    if (level) make(limit, "b", {class: `level ${level}`}, `${level}: `);
-    limit.append(plain(run.verdict));
-    make(line, "td", {class: "one-line", title: plain(run.change_first)}, plain(run.change_first) || "–");
+    const limit = make(line, "td", {class: "one-line"});
+    const sentence = make(limit, "div", {title: plain(run.verdict)});
+    if (level) make(sentence, "b", {class: `level ${level}`}, `${level}: `);
+    sentence.append(plain(run.verdict));
+    if (run.change_first) make(limit, "div", {class: "first", title: plain(run.change_first)}, `Change first: ${plain(run.change_first)}`);
     for (const name of columns) {
       const cell = make(line, "td"), one = run.metrics?.[name];
       if (one === undefined && name === "eval_loss") missing(cell, "none", "no evaluation was recorded");
