@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ class Reviewed:
             "status": run.status,
             "about": about(run),
             "findings": [one.to_dict() for one in self.findings],
+            "change_first": self.findings[0].advice if self.findings else None,
             "metrics": metrics(run),
             "bars": bars(run),
             "curve": curve(run),
@@ -124,6 +126,7 @@ def about(run: Run) -> JsonObject:
         "model_id": run.model_id,
         "data": _sources(run),
         "hardware": run.hardware,
+        "on_gpus": run.on_gpus,
         "world_size": run.world_size,
         "steps": run.steps,
         "resumed_at": run.resumed_at,
@@ -148,7 +151,7 @@ def _sources(run: Run) -> list[str]:
 
 def metrics(run: Run) -> dict[str, float | None]:
     """Typical values by `tags.Metric.name`: medians after the warm-up; of losses, tokens and memory the last or the
-    largest value. What is not recorded is absent."""
+    largest value. What is not recorded is absent; a loss that ends not finite is NaN."""
     found: dict[str, float | None] = {}
     for metric in tags.METRICS:
         if not metric.per_rank:
@@ -156,10 +159,9 @@ def metrics(run: Run) -> dict[str, float | None]:
     found["hours"] = hours(run)
     for name in ("tokens_seen", "learning_rate", "eval_loss", "eval_perplexity", "eval_token_accuracy"):
         found[name] = run.series(name).last
-    losses = run.series("loss").finite().values
-    found["loss"] = float(np.median(losses[-max(3, len(losses) // 10) :])) if len(losses) else None
+    found["loss"] = _last_tenth(run.series("loss").values)
     evaluated = runs.evaluations(run)
-    found["eval_loss"] = evaluated.last if evaluated.last is not None else run.number("eval_loss_after")
+    found["eval_loss"] = float(evaluated.values[-1]) if len(evaluated) else run.number("eval_loss_after")
     found["step_seconds"] = run.step_seconds
     found["padding"] = speed.padding_share(run)
     found["fullest"] = memory.fullest(run)
@@ -174,6 +176,14 @@ def metrics(run: Run) -> dict[str, float | None]:
         if values.size and np.isfinite(values).any():
             found[phase] = float(np.nanmedian(np.nanmean(values[np.isfinite(values).any(axis=1)], axis=1)))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _last_tenth(losses: np.ndarray) -> float | None:
+    """The training loss of tables and legends; NaN if the last one is not finite."""
+    if not len(losses):
+        return None
+    finite = losses[np.isfinite(losses)]
+    return float(np.median(finite[-max(3, len(finite) // 10) :])) if math.isfinite(losses[-1]) else math.nan
 
 
 def hours(run: Run) -> float | None:
@@ -247,7 +257,7 @@ def ranks(run: Run) -> list[JsonObject]:
         return []
     phases = bars(run)
     names = {"utilization": "gpu_utilization", "sm_clock_mhz": "gpu_sm_clock_mhz", "throttled": "gpu_throttled"}
-    names |= {"power_w": "gpu_power_w", "temperature_c": "gpu_temperature_c", "tokens": "tokens"}
+    names |= {"power_w": "gpu_power_w", "temperature_c": "gpu_temperature_c"}
     found = []
     for place, rank in enumerate(run.ranks.numbers):
         one: JsonObject = {"rank": rank, **run.ranks.about[place]}
@@ -262,6 +272,8 @@ def ranks(run: Run) -> list[JsonObject]:
         for name in ("peak_gib", "reserved_gib"):
             values = run.ranks.columns[name][:, place]
             one[name] = float(np.nanmax(values)) if np.isfinite(values).any() else None
+        tokens = run.ranks.column("tokens")[:, place] / run.ranks.counts[run.ranks.typical()]  # of a step, not a record
+        one["tokens"] = _finite_median(tokens)
         one["reasons"] = [reason for reason, _ in run.ranks.reasons[place].most_common(4)]
         found.append(one)
     return found

@@ -92,6 +92,11 @@ def confidence(value: float, threshold: float, samples: int) -> str:
     return "high" if value >= 1.5 * threshold and samples >= 5 else "medium"
 
 
+def micro_batch(size: float, now: float) -> str:
+    """The setting that makes a micro-batch larger or smaller, with the present value."""
+    return f"training.per_device_train_batch_size: {size:.0f} (now {now:.0f})"
+
+
 def percent(share: float) -> str:
     """0.123 -> 12 %; one digit more below 10 %."""
     return f"{share:.1%}".replace("%", " %") if abs(share) < 0.0995 else f"{share:.0%}".replace("%", " %")

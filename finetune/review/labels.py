@@ -5,6 +5,7 @@ from __future__ import annotations
 from finetune.runtime import tags
 
 _LABELS = {
+    "loss": "training loss",
     "clipped": "clipped steps",
     "tokens_per_gpu": "tokens/s per device",
     "tokens_total": "tokens/s in total",
@@ -23,13 +24,13 @@ _MEANINGS = {
     "tokens_per_gpu": "Throughput per GPU, or per process on a CPU: tokens without padding, by the time of steps. "
     "Evaluation and saving are not counted.",
     "hours": "Wall time of training, evaluation and saving included. Of a resumed run, the sum of its sessions.",
-    "loss": "Mean training loss per supervised token: median of the last tenth of the steps.",
+    "loss": "Mean training loss per supervised token: median of the last tenth of the logged steps.",
     "eval_loss": "Mean loss per supervised token of the held-out rows, at the last evaluation.",
     "own_work": "Step time of the rank minus communication. All ranks have the same step time: the one with the most "
     "own work holds the others up.",
     "utilization": "Share of the time in which any kernel ran on the GPU of the rank.",
     "throttled": "Share of the samples in which heat or the board lowered the clock of the GPU.",
-    "tokens": "Tokens that the rank processed in a record, without padding.",
+    "tokens": "Tokens that the rank processes in a step, without padding.",
     "peak_gib": "Most memory that tensors held on the rank; on a CPU, most memory of the process.",
     "reserved_gib": "Most memory that torch's allocator held on the rank.",
     "reasons": "Why the clock was lowered, as NVML reports it.",
@@ -48,12 +49,16 @@ def meaning(name: str) -> str:
     return _MEANINGS.get(name) or tags.BY_NAME[name].meaning
 
 
-def described() -> dict[str, dict[str, str]]:
-    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none."""
+def described(device: str = "device") -> dict[str, dict[str, str]]:
+    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none.
+
+    Args:
+        device: what a rank computes on, as labels call it.
+    """
     units = {one.name: one.unit for one in tags.METRICS}
     return {
         name: {
-            "label": label(name) if name in units else _LABELS.get(name, ""),
+            "label": (label(name) if name in units else _LABELS.get(name, "")).replace("per device", f"per {device}"),
             "unit": units.get(name, ""),
             "meaning": meaning(name) if name in units else _MEANINGS.get(name, ""),
         }

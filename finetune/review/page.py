@@ -49,7 +49,8 @@ def content(review: JsonObject) -> JsonObject:
     rules = {
         name: {"question": one.question, "parts": one.parts()} for name, one in EXPLANATIONS.items() if name in found
     }
-    return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
+    device = "GPU" if all(run.get("about", {}).get("on_gpus") for run in review["runs"]) else "device"
+    return _without_nan({**review, "phases": PHASES, "names": labels.described(device), "rules": rules})
 
 
 def html(review: JsonObject) -> str:

@@ -64,6 +64,11 @@ class Ranks:
         reasons = [name for name, _ in self.reasons[column].most_common(4)]
         return ", ".join([name for name in reasons if name != POWER_CAP] or reasons)
 
+    def host(self, column: int) -> str:
+        """Where the rank of a column ran, for a sentence."""
+        host = self.about[column]["host"]
+        return f"host {host}" if host else "the host of that rank"
+
     def names(self, column: int) -> str:
         """The rank of a column for a sentence, such as `rank 1 (host a, GPU 1, NVIDIA H200)`."""
         about = self.about[column]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOT_RECORDED = "not recorded"
+NOT_FINITE = "not finite"
+NO_EVALUATION = "no evaluation"
 SHOWN_FINDINGS = 12
 SHOWN_KEYS = 40
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
@@ -107,12 +110,14 @@ def lost_share(share: float) -> str:
 
 
 def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
-    """A line per metric that one of the runs has: its name, and a value or "not recorded" per run."""
+    """A line per metric that one of the runs has, and one for the evaluation: its name, and a value or what is missing
+    per run."""
     values = [assemble.metrics(one.run) for one in reviewed]
     rows = []
     for name in SHOWN:
-        if any(name in one for one in values):
-            cells = [value_with_unit(name, one[name]) if name in one else NOT_RECORDED for one in values]  # pyright: ignore[reportArgumentType]
+        absent = NO_EVALUATION if name == "eval_loss" else NOT_RECORDED
+        if name == "eval_loss" or any(name in one for one in values):
+            cells = [value_with_unit(name, one[name]) if name in one else absent for one in values]  # pyright: ignore[reportArgumentType]
             rows.append([label(name), *cells])
     return rows
 
@@ -132,7 +137,9 @@ def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
 
 
 def value_with_unit(name: str, value: float) -> str:
-    """A metric's value as it is read: shares in percent, times in a fitting unit."""
+    """A metric's value as people read it: shares in percent, times in a fitting unit."""
+    if not math.isfinite(value):
+        return NOT_FINITE
     unit = tags.BY_NAME[name].unit
     written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": number}
     written |= {"h": lambda hours: clock(3600 * hours)}

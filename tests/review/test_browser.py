@@ -102,12 +102,16 @@ def test_runs_are_sorted_filtered_and_hidden(address: str, seen: Seen) -> None:
     lines = frame.locator("tr[data-run-line]:visible")
     lines.first.wait_for()
     assert lines.count() == len(RUNS)
-    assert all(line.bounding_box()["height"] <= 32 for line in lines.all())
+    assert all(line.bounding_box()["height"] <= 42 for line in lines.all())
     inner = seen.page.frames[1]
     assert inner.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing is cut at 1280 pixels
 
-    frame.get_by_role("button", name="tokens/s").click()
-    rates = [float(line.locator("td").nth(4).inner_text().replace(",", "")) for line in lines.all()]
+    heads = [head.removesuffix(" \u2193") for head in frame.locator("table.runs th").all_inner_texts()]
+    assert heads[:4] == ["run", "model", "verdict", "training loss"]
+    assert frame.locator("tr[data-run-line] .first").count() > 0
+    column = heads.index("tokens/s per device")
+    frame.get_by_role("button", name="tokens/s per device").click()
+    rates = [float(line.locator("td").nth(column).inner_text().replace(",", "")) for line in lines.all()]
     assert rates == sorted(rates, reverse=True)
     assert frame.locator("th[aria-sort=descending]").count() == 1
 

@@ -16,7 +16,7 @@ import pytest
 
 from finetune import cli
 from finetune.errors import UserError
-from finetune.review import command, events, markdown, review
+from finetune.review import command, events, markdown, page, report, review
 from finetune.review import run as runs
 from finetune.runtime.tags import tag
 from tests.review import synthetic
@@ -451,6 +451,42 @@ def test_own_work_is_the_step_minus_communication_in_the_bar_and_in_the_table(tm
         assert row["own_work"] == pytest.approx(row["step"] - bar["communication"])
         assert row["communication"] == bar["communication"] and row["data_wait"] == bar["data_wait"]
     assert one["ranks"][1]["own_work"] > one["ranks"][0]["own_work"] + 0.2
+
+
+def test_the_table_of_ranks_has_the_tokens_of_a_step(tmp_path: Path) -> None:
+    """A record holds the tokens of all its steps: 10,000 in 10."""
+    one = review([make_run(tmp_path)]).to_dict()["runs"][0]
+    assert [row["tokens"] for row in one["ranks"]] == [10_000 / synthetic.EVERY] * 2
+
+
+def test_a_loss_that_ends_not_finite_is_not_its_last_finite_value(tmp_path: Path) -> None:
+    loss = synthetic.losses(200)
+    recovered, lost = loss.copy(), loss.copy()
+    recovered[100], lost[-20:] = math.nan, math.nan
+    evaluated = {"eval_loss": ([100, 200], [1.0, math.inf])}
+    found = [make_run(tmp_path / "recovered", loss=recovered), make_run(tmp_path / "lost", loss=lost, series=evaluated)]
+    reviewed = review(found)
+    first, second = (one["metrics"] for one in reviewed.to_dict()["runs"])
+    assert first["loss"] == pytest.approx(np.median(loss[-20:]), abs=0.01) and "eval_loss" not in first
+    assert second["loss"] is None and second["eval_loss"] is None  # JSON has no NaN
+    rows = {row[0]: row[1:] for row in report.metric_rows(reviewed.runs)}
+    assert rows["training loss"][1] == "not finite"
+    assert rows["eval loss"] == ["no evaluation", "not finite"]
+
+
+def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: Path) -> None:
+    make_run(tmp_path / "slow", slow={1: {"forward": 0.4}}, by_rank={1: {"peak_gib": 60.0}})
+    make_run(tmp_path / "healthy")
+    healthy, slow = review([tmp_path / "healthy", tmp_path / "slow"]).to_dict()["runs"]
+    assert healthy["change_first"] is None
+    assert [one["level"] for one in slow["findings"]] == ["warning", "note"]
+    assert slow["change_first"] == slow["findings"][0]["advice"] and "finetune doctor" in slow["change_first"]
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "tokens/s per GPU"), (False, "tokens/s per device")])
+def test_throughput_says_of_what_it_is(tmp_path: Path, gpu: bool, expected: str) -> None:
+    reviewed = review([make_run(tmp_path, gpu=gpu, record={"hardware": {"device": "cuda" if gpu else "cpu"}})])
+    assert page.content(reviewed.to_dict())["names"]["tokens_per_gpu"]["label"] == expected
 
 
 def test_a_review_knows_what_ran(tmp_path: Path) -> None:

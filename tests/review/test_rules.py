@@ -280,6 +280,8 @@ def test_findings_state_numbers_advice_and_gain() -> None:
                     assert any(sign.isdigit() for sign in text), (found.rule, text)
                 assert found.advice and found.headline and len(found.figures) == 2
                 assert math.isfinite(found.lost)
+                assert "   #" not in found.advice and not found.gain.endswith("%"), (found.advice, found.gain)
+                assert "train_batch_size: " not in found.advice or "(now 4)" in found.advice
 
 
 # --- closer to single thresholds -------------------------------------------------------------------------------------
@@ -399,7 +401,10 @@ def test_a_cause_explains_half_of_the_delay(seconds: float, expected: str) -> No
          {"slow": {1: {"forward": 0.3}}, "by_rank": {1: {"squared_lengths": 1_400_000}}}),
         ("its clocks: 1400 MHz, the others 1900 MHz",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1400}}}),
-        ("its computation", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1600}}}),
+        ("Its SM clock is 16 % lower (1600 MHz, the others 1900 MHz)",
+         {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1600}}}),
+        ("its rows, loader and clocks are like the others'",
+         {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1850}}}),
         ("its clocks: throttled in 90 % of samples (thermal)",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"throttled": 0.9, "reasons": ["thermal"]}}}),
         ("another process", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"other_processes": 1}}}),

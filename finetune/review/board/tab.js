@@ -8,10 +8,13 @@ const OPEN_AT_FIRST = 3; // so many runs are shown in full; of more, only the la
 const COLORS = {data_wait: "#e15759", forward: "#4e79a7", backward: "#76b7b2", communication: "#f28e2b", optimizer: "#59a14f", other: "#9c8f8a"};
 const LINES = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c755f", "#d4a72c"];
 const COMPARED = ["loss", "eval_loss", "tokens_per_gpu", "step_seconds", "hours", "mfu", "padding", "lost_to_slowest", "fullest"];
-const SHORT = {tokens_per_gpu: "tokens/s", step_seconds: "step", hours: "time", lost_to_slowest: "waiting", fullest: "memory"}; // labels of narrow columns
-const PREDICTED = {step_seconds: ["step time", "s"], peak_memory_gib: ["peak memory", "GiB"], tokens_per_second_per_gpu: ["tokens/s per device", ""]};
+const SHORT = {step_seconds: "step", hours: "time", lost_to_slowest: "waiting", fullest: "memory"}; // labels of narrow columns
+const PREDICTED = {step_seconds: ["step time", "s"], peak_memory_gib: ["peak memory", "GiB"]};
+const TEXTS = ["run", "model", "verdict"]; // columns of words in the table of runs
 const FAR_APART = 8; // the longest run by the shortest: from then on the axis of a chart is logarithmic
 const MISSING = "not recorded";
+const NOT_FINITE = "not finite"; // JSON has no NaN: a loss of null
+const LAST_TENTH = "median of the last tenth of the logged steps"; // what the training loss of tables and legends is
 
 const STYLE = `
 :root { --text: #212121; --faint: #5f6368; --line: #dadce0; --page: #fff; --panel: #fff; --link: #1565c0;
@@ -52,12 +55,19 @@ th { font-weight: 500; color: var(--faint); text-align: right; }
 thead th { vertical-align: bottom; }
 th:first-child, td:first-child, .words { text-align: left; }
 td.words { white-space: normal; min-width: 16em; overflow-wrap: anywhere; }
-td.one-line { width: 100%; max-width: 0; min-width: 14em; overflow: hidden; text-overflow: ellipsis; text-align: left; white-space: nowrap; }
+td.one-line { width: 100%; max-width: 0; min-width: 18em; text-align: left; line-height: 1.35; }
+td.one-line > div { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.first { font-size: 12px; color: var(--faint); }
+table.runs th, table.runs th button.sort { white-space: normal; }
+table.runs button.sort { text-align: inherit; }
+table.runs th.words { white-space: nowrap; }
 td.name { text-align: left; }
 th.name { text-align: left; }
 td.name > span, td.name > button { display: inline-block; vertical-align: bottom; max-width: min(18em, 40vw); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 table.runs { width: 100%; }
-table.runs td { height: 30px; padding-top: 0; padding-bottom: 0; }
+table.runs td { height: 30px; padding: 0 10px 0 0; }
+.level.warning { color: var(--warning); }
+.level.note { color: var(--note); }
 tr.off td { color: var(--faint); }
 tr.off td.one-line, tr.off td button { text-decoration: line-through; }
 td abbr { border: 0 !important; }
@@ -135,7 +145,16 @@ function shown(value, unit = "") {
 const date = (seconds) => (isNumber(seconds) ? `${new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ")} UTC` : MISSING);
 
 /** A cell that has no value: short, with the words on hover and for readers of the page. */
-const missing = (place) => make(place, "abbr", {title: MISSING, "aria-label": MISSING}, "–");
+const missing = (place, text = "–", why = MISSING) => make(place, "abbr", {title: why, "aria-label": why}, text);
+
+/** The end of a path or of a hub's name. */
+const lastParts = (name) => (name ? name.split("/").slice(-2).join("/") : MISSING);
+
+/** A loss, or that it is not finite. */
+const lossText = (value) => (value === null ? NOT_FINITE : shown(value));
+
+/** Sentences of rules without the marks around code. */
+const plain = (text) => String(text ?? "").replaceAll("`", "");
 
 /** A box that scrolls sideways if what is in it is wider, and says so then. */
 function scrolling(parent, label) {
@@ -269,14 +288,14 @@ const range = (values) => values.reduce(([least, most], value) => [Math.min(leas
 const short = (value) => new Intl.NumberFormat("en-US", {notation: "compact", maximumSignificantDigits: 4}).format(value);
 
 /**
- * Lines over the tokens seen. Each line is {name, color, x, y, dots}. A value that is no number (NaN) interrupts its
- * line and is marked at the top. If one line is much longer than another, the axis is logarithmic. Returns whether
+ * Lines over the tokens seen. Each line is {name, color, x, y, dots, end}; `end` is the text of the legend. A value
+ * that is not finite (null) interrupts its line and is marked at the top. If one line is much longer than another, the axis is logarithmic. Returns whether
  * anything was drawn.
  */
 function lineChart(parent, lines, yLabel) {
   const longest = lines.map(({x}) => Math.max(...x.filter(isNumber), 0)).filter((end) => end > 0);
   const log = longest.length > 1 && Math.max(...longest) > FAR_APART * Math.min(...longest);
-  const points = lines.map(({x, y}) => x.map((one, k) => [one, y[k]]).filter(([one, value]) => isNumber(one) && (one > 0 || !log) && value !== null && value !== undefined));
+  const points = lines.map(({x, y}) => x.map((one, k) => [one, y[k]]).filter(([one, value]) => isNumber(one) && (one > 0 || !log) && value !== undefined));
   const finite = points.flat().filter(([, value]) => isNumber(value));
   if (!finite.length) return false;
   if (log) make(parent, "p", {class: "faint"}, "The runs differ much in length: the axis of tokens is logarithmic.");
@@ -305,7 +324,7 @@ function lineChart(parent, lines, yLabel) {
           if (dots) svg(svg(image, "circle", {cx: across(x), cy: up(y), r: 3, fill: color}), "title", {}, `${name} ${shown(y)} at ${shown(x)} tokens`);
         } else {
           pen = "M";
-          svg(svg(image, "text", {class: "bad", x: across(x), y: top + 4, "text-anchor": "middle"}, "✕"), "title", {}, `${name} is ${y} at ${shown(x)} tokens`);
+          svg(svg(image, "text", {class: "bad", x: across(x), y: top + 4, "text-anchor": "middle"}, "✕"), "title", {}, `${name} is ${NOT_FINITE} at ${shown(x)} tokens`);
         }
       }
       svg(image, "path", {d: path, fill: "none", stroke: color, "stroke-width": 1.6, "data-line": name});
@@ -313,7 +332,7 @@ function lineChart(parent, lines, yLabel) {
     const valueAt = (x) => xLow + ((xHigh - xLow) * (x - left)) / (right - left);
     readout(place, image, lines, points, (x) => (log ? 10 ** valueAt(x) : valueAt(x)), width);
   });
-  legend(parent, lines.map(({name, color, y}) => [`${name}, at the end ${shown([...y].reverse().find((value) => value !== null && value !== undefined))}`, color]));
+  legend(parent, lines.map(({name, color, end}) => [`${name}${end}`, color]));
   return true;
 }
 
@@ -324,7 +343,7 @@ function readout(parent, image, lines, points, valueAt, width) {
     const box = image.getBoundingClientRect();
     const x = valueAt((width * (event.clientX - box.left)) / box.width);
     const nearest = points.map((all) => all.reduce((best, one) => (!best || Math.abs(one[0] - x) < Math.abs(best[0] - x) ? one : best), null));
-    line.textContent = nearest.map((point, k) => point && `${lines[k].name} ${shown(point[1])} at ${shown(point[0])} tokens`).filter(Boolean).join("  ·  ");
+    line.textContent = nearest.map((point, k) => point && `${lines[k].name} ${lossText(point[1])} at ${shown(point[0])} tokens`).filter(Boolean).join("  ·  ");
   });
 }
 
@@ -343,9 +362,9 @@ function findings(parent, run, {rules = {}, inTensorBoard}) {
     const box = make(parent, "div", {class: `finding ${level}`, "data-rule": rule});
     const first = make(box, "p");
     make(first, "b", {}, words(rule).replaceAll("-", " "));
-    first.append(`: ${evidence ?? ""}`);
-    if (advice) make(box, "p", {}, `What to do: ${advice}`);
-    if (gain) make(box, "p", {class: "faint"}, `Expected gain: ${gain}`);
+    first.append(`: ${plain(evidence)}`);
+    if (advice) make(box, "p", {}, `What to do: ${plain(advice)}`);
+    if (gain) make(box, "p", {class: "faint"}, `Expected gain: ${plain(gain)}`);
     if (rules[rule]) explanation(box, rule, rules[rule]);
     const tags = run.charts?.[rule] ?? [];
     if (!tags.length) continue;
@@ -363,21 +382,21 @@ function explanation(parent, rule, {question, parts}) {
   make(list, "dd", {}, question);
   for (const [heading, text] of entries(parts)) {
     make(list, "dt", {}, heading);
-    make(list, "dd", {}, text.replaceAll("`", ""));
+    make(list, "dd", {}, plain(text));
   }
   make(fold, "p", {class: "faint"}, `In a terminal: finetune review --explain ${rule}. All rules: docs/review-rules.md.`);
 }
 
 function verdict(parent, run) {
   const warns = (run.findings ?? []).some(({level}) => level === "warning");
-  const line = make(parent, "p", {class: warns ? "verdict warning" : "verdict", "data-panel": "verdict"}, run.verdict ?? "");
+  const line = make(parent, "p", {class: warns ? "verdict warning" : "verdict", "data-panel": "verdict"}, plain(run.verdict));
   if (run.confidence) make(line, "span", {class: "faint"}, ` Confidence: ${run.confidence}.`);
 }
 
 function learning(parent, run) {
   const lines = [];
-  if (run.curve?.loss?.length) lines.push({name: "loss", color: LINES[0], x: run.curve.tokens, y: run.curve.loss});
-  if (run.evaluations?.loss?.length) lines.push({name: "eval loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true});
+  if (run.curve?.loss?.length) lines.push({name: "training loss", color: LINES[0], x: run.curve.tokens, y: run.curve.loss, end: ` ${lossText(run.metrics?.loss)}, ${LAST_TENTH}`});
+  if (run.evaluations?.loss?.length) lines.push({name: "eval loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true, end: ` ${lossText(run.evaluations.loss.at(-1))}, last evaluation`});
   if (!lines.length) return;
   const section = panel(parent, "curve", "Loss [nats] over tokens");
   if (!lineChart(section, lines, "Loss")) make(section, "p", {}, "No finite loss was recorded.");
@@ -394,12 +413,12 @@ function ranks(parent, run, names) {
   table(panel(parent, "ranks", "Ranks, in a typical step"), "Ranks", head, run.ranks.map((rank) => keys.map((key) => (key === "rank" ? String(rank.rank) : shown(rank[key], unit(key))))));
 }
 
-function predictions(parent, run) {
+function predictions(parent, run, names) {
   if (!run.predicted?.length) return;
   const head = ["", "predicted", "measured", "error"].map((label) => ({label}));
   table(panel(parent, "predicted", "Predicted and measured"), "Predictions", head,
     run.predicted.map(({what, predicted, measured, error}) => {
-      const [label, unit] = PREDICTED[what] ?? [words(what), ""];
+      const [label, unit] = what === "tokens_per_second_per_gpu" ? [names.tokens_per_gpu.label, ""] : PREDICTED[what] ?? [words(what), ""];
       return [label, shown(predicted, unit), shown(measured, unit), shown(error, "0-1")];
     }));
 }
@@ -422,12 +441,12 @@ function about(parent, run, opened) {
 }
 
 function metrics(parent, run, names) {
-  const recorded = entries(run.metrics).filter(([, value]) => value !== null && typeof value !== "object");
+  const recorded = entries(run.metrics).filter(([name, value]) => (value === null ? name.endsWith("loss") : typeof value !== "object"));
   if (!recorded.length) return;
   const fold = make(parent, "details", {class: "fold", "data-panel": "metrics"});
   make(fold, "summary", {}, "All metrics");
   table(fold, "Metrics", [{label: "metric"}, {label: "value"}, {label: "meaning", kind: "words"}],
-    recorded.map(([name, value]) => [names[name]?.label || words(name), shown(value, names[name]?.unit), names[name]?.meaning ?? ""]));
+    recorded.map(([name, value]) => [names[name]?.label || words(name), value === null ? NOT_FINITE : shown(value, names[name]?.unit), names[name]?.meaning ?? ""]));
 }
 
 function drawRun(parent, run, review, opened) {
@@ -443,7 +462,7 @@ function drawRun(parent, run, review, opened) {
   if (entries(run.bars).length) phaseBars(panel(box, "bars", "Where the time of a step goes"), run.bars, phases, names);
   learning(box, run);
   ranks(box, run, names);
-  predictions(box, run);
+  predictions(box, run, names);
   metrics(box, run, names);
   return box;
 }
@@ -459,8 +478,9 @@ const matches = (run) => `${run.run} ${run.verdict ?? ""} ${run.about?.model ?? 
 function compare(parent, review, boxes) {
   const {runs, names} = review;
   const section = panel(parent, "comparison", "Runs");
-  const columns = COMPARED.filter((name) => runs.some((run) => isNumber(run.metrics?.[name])));
-  const value = (run, column) => (column === "run" || column === "verdict" ? run[column] : run.metrics?.[column]);
+  const columns = COMPARED.filter((name) => name.endsWith("loss") || runs.some((run) => isNumber(run.metrics?.[name])));
+  const models = new Set(runs.map((run) => run.about?.model));
+  const value = (run, column) => (column === "model" ? lastParts(run.about?.model) : TEXTS.includes(column) ? run[column] : run.metrics?.[column]);
   const tools = make(section, "div", {class: "tools"});
   const search = make(tools, "input", {type: "search", placeholder: "Filter: name, verdict, model, status", "aria-label": "Filter runs"});
   search.value = view.filter;
@@ -469,13 +489,15 @@ function compare(parent, review, boxes) {
   const count = make(tools, "span", {class: "faint", role: "status"});
 
   const grid = make(scrolling(section, "Runs"), "table", {class: "runs"});
-  const head = [{name: "run", label: "run", about: "Ticked runs are in the charts. The name opens what was found."}, {name: "verdict", label: "verdict", about: "What limits the run. Point at it to read it whole, or open the run."},
+  const head = [{name: "run", label: "run", about: "Ticked runs are in the charts. The name opens what was found."},
+    ...(models.size > 1 ? [{name: "model", label: "model", about: "The end of its name or path. Losses of different models cannot be compared."}] : []),
+    {name: "verdict", label: "verdict", about: "What limits the run, and what to do first about the most severe finding. Point at it to read it whole, or open the run."},
     ...columns.map((name) => ({name, label: SHORT[name] ?? names[name]?.label ?? words(name), about: `${SHORT[name] ? `${names[name]?.label}: ` : ""}${names[name]?.meaning ?? ""}`}))];
   const first = make(make(grid, "thead"), "tr");
   const heads = head.map(({name, label, about: title}) => {
-    const place = make(first, "th", {scope: "col", class: name === "verdict" ? "words" : ""});
+    const place = make(first, "th", {scope: "col", class: TEXTS.includes(name) ? "words" : ""});
     make(place, "button", {class: "sort", type: "button", title: `${title} Click to sort.`}, label).addEventListener("click", () => {
-      const [worst, same] = [name !== "run" && name !== "verdict" && !/loss|seconds|hours|padding/.test(name), view.sort === name];
+      const [worst, same] = [!TEXTS.includes(name) && !/loss|seconds|hours|padding/.test(name), view.sort === name];
       view.down = same ? !view.down : worst; // what people look for comes first: fast runs, low losses
       view.sort = name;
       arrange();
@@ -498,10 +520,18 @@ function compare(parent, review, boxes) {
       arrange();
       boxes[k].scrollIntoView();
     });
-    make(line, "td", {class: "one-line", title: run.verdict ?? ""}, run.verdict ?? "");
+    const level = run.findings?.[0]?.level;
+    if (models.size > 1) named(value(run, "model"))(make(line, "td", {class: "name"}));
+    const limit = make(line, "td", {class: "one-line"});
+    const sentence = make(limit, "div", {title: plain(run.verdict)});
+    if (level) make(sentence, "b", {class: `level ${level}`}, `${level}: `);
+    sentence.append(plain(run.verdict));
+    if (run.change_first) make(limit, "div", {class: "first", title: plain(run.change_first)}, `Change first: ${plain(run.change_first)}`);
     for (const name of columns) {
       const cell = make(line, "td"), one = run.metrics?.[name];
-      one === null || one === undefined ? missing(cell) : (cell.textContent = name.endsWith("loss") ? shown(one) : shown(one, names[name]?.unit));
+      if (one === undefined && name === "eval_loss") missing(cell, "none", "no evaluation was recorded");
+      else if (one === undefined || (one === null && !name.endsWith("loss"))) missing(cell);
+      else cell.textContent = name.endsWith("loss") ? lossText(one) : shown(one, names[name]?.unit);
     }
     return {run, line, box};
   });
@@ -513,7 +543,7 @@ function compare(parent, review, boxes) {
     const order = lines.map((one, k) => ({...one, k}));
     if (view.sort) {
       order.sort((one, other) => {
-        const [a, b] = [one, other].map(({run}) => (view.sort === "run" || view.sort === "verdict" ? value(run, view.sort) ?? "" : number(value(run, view.sort))));
+        const [a, b] = [one, other].map(({run}) => (TEXTS.includes(view.sort) ? value(run, view.sort) ?? "" : number(value(run, view.sort))));
         if (a === null || b === null) return (a === null) - (b === null); // what is not recorded comes last
         return (view.down ? -1 : 1) * (typeof a === "string" ? a.localeCompare(b, "en", {numeric: true}) : a - b);
       });
@@ -572,9 +602,9 @@ function curves(parent, review, chosen) {
   for (const [model, group] of groups) {
     const [known, twin] = [group[0].about?.model ?? "", groups.some(([other, [first]]) => other !== model && first.about?.model === group[0].about?.model)];
     const name = known && twin ? `${known}, ${model === known ? "weights not recorded" : `weights ${model.slice(0, 8)}`}` : known;
-    const section = panel(parent, "curves", models.size > 1 && name ? `Loss [nats] at equal tokens: ${group.length} runs of ${name}` : "Loss [nats] at equal tokens");
+    const section = panel(parent, "curves", models.size > 1 && name ? `Training loss [nats] at equal tokens: ${group.length} runs of ${name}` : "Training loss [nats] at equal tokens");
     if (group.length > LINES.length) make(section, "p", {class: "faint"}, `The first ${LINES.length} of ${group.length} runs, in the order of the table. Sort, filter or untick runs to see others.`);
-    lineChart(section, group.slice(0, LINES.length).map((run, k) => ({name: run.run, color: LINES[k], x: run.curve.tokens, y: run.curve.loss})), "Loss");
+    lineChart(section, group.slice(0, LINES.length).map((run, k) => ({name: run.run, color: LINES[k], x: run.curve.tokens, y: run.curve.loss, end: `, training loss ${lossText(run.metrics?.loss)} (${LAST_TENTH})`})), "Training loss");
     equalTokens(section, review, model, group);
   }
 }
@@ -585,9 +615,9 @@ function equalTokens(parent, review, model, group) {
   if (!rows.length) return;
   const fold = make(parent, "details", {class: "fold", "data-panel": "equal-tokens"});
   if (review.report || group.length <= OPEN_AT_FIRST) fold.setAttribute("open", "");
-  make(fold, "summary", {}, "The losses as numbers (medians of the steps before each point)");
+  make(fold, "summary", {}, "The training losses as numbers (at N tokens: the median of the twentieth of the logged steps before)");
   const place = new Map(review.runs.map((run, k) => [run, k]));
-  table(fold, "Losses at equal tokens", [{label: "run", kind: "name"}, ...rows.map(({tokens}) => ({label: `${short(tokens)} tokens`}))],
+  table(fold, "Losses at equal tokens", [{label: "run", kind: "name"}, ...rows.map(({tokens}) => ({label: `at ${short(tokens)} tokens`}))],
     group.map((run) => [named(run.run), ...rows.map(({loss}) => loss[place.get(run)] === null ? missing : shown(loss[place.get(run)]))]));
 }
 

@@ -99,7 +99,9 @@ def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
             f"{split}: {dropped:,} of {read:,} rows ({percent(dropped / read)}, threshold {percent(DROPPED)}) dropped, "
             f"mostly for `{reason}`{first}."
         )
-        advice = _LONGER if "length" in reason or "long" in reason else "finetune prepare   # shows each reason"
+        advice = (
+            _LONGER if "length" in reason or "long" in reason else "run `finetune prepare`, which shows each reason"
+        )
         found.append((dropped / read, DROPPED, sentence, advice))
     truncated = count(ledger.get("truncated")) or 0
     if truncated >= TRUNCATED * read:

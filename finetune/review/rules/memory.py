@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Explanation, Finding, confidence, percent
+from finetune.review.finding import Explanation, Finding, confidence, micro_batch, percent
 from finetune.review.run import Run
 
 FULL = 0.92  # of the fullest GPU, by what torch's allocator reserved; to start with, until retries are measured
@@ -44,7 +44,7 @@ def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     share = percent(full) if full is not None else "not recorded"
     batch = run.number("batch.per_device")
-    smaller = f"training.per_device_train_batch_size: {max(batch // 2, 1):.0f}   # same global batch" if batch else ""
+    smaller = f"{micro_batch(max(batch // 2, 1), batch)}, with the same global batch" if batch else ""
     checkpointing = "training.gradient_checkpointing: unsloth"
     is_on = run.at("config.training.gradient_checkpointing") in ("unsloth", True)
     advice = smaller if is_on and smaller else f"{checkpointing}{', or ' + smaller if smaller else ''}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Explanation, Finding, confidence, duration, number, percent
+from finetune.review.finding import Explanation, Finding, confidence, duration, micro_batch, number, percent
 from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
 
@@ -36,7 +36,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     if least is not None:
         unknown = f" {percent(least)} remain on the rank that waits for no other."
     batch = run.number("batch.per_device")
-    larger = f"training.per_device_train_batch_size: {2 * batch:.0f}" if batch else "a larger micro-batch"
+    larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
     return Finding(
         rule="communication",
         level="warning",
@@ -46,7 +46,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
         advice=f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it, "
         "`finetune doctor` shows the links and NCCL settings",
-        gain=f"at most {percent(-share)} of the step; half of it with twice the work per step"
+        gain=f"a step at most {percent(share)} shorter; half of that with twice the work per step"
         + (", or the same run on one GPU at a lower cost" if one else ""),
         lost=share,
         confidence=confidence(share, COMMUNICATION, records),
@@ -73,7 +73,7 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"{speed_up:.2f} times the throughput of `{one.name}`", f"efficiency {percent(share)}"),
         evidence=f"{world} ranks process {speed_up:.2f} times the rows of the one-GPU run `{one.name}`: "
         f"{percent(share)} of {world} times (threshold {percent(EFFICIENCY)}).{cost}",
-        advice="training.strategy: auto   # as many GPUs as are worth it",
+        advice="set training.strategy: auto, which takes as many GPUs as are worth it",
         gain=f"one GPU: {percent(1 - share)} lower cost at {percent(1 - 1 / speed_up)} lower throughput"
         if speed_up > 1
         else f"one GPU: {percent(1 - share)} lower cost, and faster",
@@ -132,7 +132,7 @@ def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"{most:.2f} GiB", f"{usual:.2f} GiB on the others"),
         evidence=f"Peak memory of {run.ranks.names(rank)} is {percent(excess / usual)} above the others' "
         f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}{_company(run, rank)}",
-        advice=f"nvidia-smi{where}   # on host {about['host'] or 'of that rank'}: who else is on this GPU? "
+        advice=f"run `nvidia-smi{where}` on {run.ranks.host(rank)} to see who else is on this GPU; "
         "data.packing: true levels the rows",
         gain=f"up to {excess:.2f} GiB per GPU for a larger micro-batch",
         confidence=confidence(excess / usual, UNEVEN, len(run.ranks.steps)),
@@ -194,9 +194,11 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"in {percent(share)} of samples ({reasons})", f"SM clock {clock}"),
         evidence=f"{run.ranks.names(rank)}: throttled in {percent(share)} of samples (threshold {percent(THROTTLED)}), "
         f"{reasons}; SM clock {clock} (threshold {percent(CLOCK)} of the others').{more}",
-        advice=f"nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE -i {about['gpu'] if about['gpu'] is not None else 0}"
-        f"   # on host {about['host'] or 'of that rank'}: cooling, power limit (nvidia-smi -pl)",
-        gain=f"up to {1 / ratio:.2f} times the speed, the ratio of the clocks" if ratio else f"up to {percent(share)}",
+        advice=f"run `nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE -i {about['gpu'] or 0}` on "
+        f"{run.ranks.host(rank)}, and check cooling and power limit (`nvidia-smi -pl`)",
+        gain=f"up to {1 / ratio:.2f} times the speed, the ratio of the clocks"
+        if ratio
+        else f"up to {percent(share)} of the time at full clock",
         lost=1 - ratio if ratio else 0.0,
         confidence=confidence(max(share / THROTTLED, 2.0 if ratio else 0.0), 1.0, len(run.ranks.steps)),
         charts=("gpu_throttled", "gpu_clock"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Explanation, Finding, confidence, duration, number, percent
+from finetune.review.finding import Explanation, Finding, confidence, duration, micro_batch, number, percent
 from finetune.review.rules import ranks, straggler, timing
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, sequence
@@ -68,7 +68,7 @@ def padding(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     advice = "data.packing: true"
     if packed:
         longer = 2 * (run.number("config.data.pack_length") or run.number("config.data.max_length") or 1024)
-        advice = f"data.pack_length: {longer:.0f}   # documents fit longer packs better"
+        advice = f"data.pack_length: {longer:.0f}, as documents fit longer packs better"
     return Finding(
         rule="padding",
         level="warning",
@@ -116,7 +116,7 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     if any(rule(run) is not None for rule in (data_wait, ranks.communication, straggler.check)):
         return None
     batch = run.number("batch.per_device")
-    larger = f"training.per_device_train_batch_size: {2 * batch:.0f}" if batch else "a larger micro-batch"
+    larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
     return Finding(
         rule="host-bound",
         level="warning",
@@ -160,9 +160,9 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"{percent(speed / best[1])} of the best micro-batch's speed",
         ),
         evidence=f"With {counted(size, 'row')} per forward pass the fullest GPU uses {percent(full)} of its memory "
-        f"(threshold {percent(ROOM)}) at {number(speed)} tokens/s; the search measured {number(best[1])} with "
+        f"(threshold {percent(ROOM)}) at {number(speed)} tokens/s per GPU; the search measured {number(best[1])} with "
         f"{counted(best[0], 'row')}.",
-        advice=f"training.per_device_train_batch_size: {min(best[0], fits)}   # same global batch, same result",
+        advice=f"{micro_batch(min(best[0], fits), size)}, with the same global batch and result",
         gain=f"up to {best[1] / speed:.2f} times the tokens/s",
         lost=1 - speed / best[1],
         confidence="medium",

@@ -23,6 +23,7 @@ BEHIND = 0.5  # of the threshold's excess, in 80 % of the records
 LOST = 0.03  # share of the step that the others wait: less is not worth the search
 EXPLAINED = 0.5  # share of the additional work that a cause must account for
 EXPLAINED_BY_CLOCK = 0.8  # a GPU that computes more than the others also draws more power and lowers its clock
+CLOCK_LOWER = 0.05  # below the others': a clock that explains less than the delay is named from here on
 THROTTLED = 0.10  # samples more than on the others
 
 
@@ -102,13 +103,13 @@ def _cause(run: Run, rank: int, excess: float) -> tuple[str, str]:
                 "training.dataloader_num_workers: 4; check the disk and the CPU load of that host",
             )
     if run.ranks is None:
-        return "unknown, ranks.jsonl is missing", "finetune doctor   # on that host"
+        return "unknown, ranks.jsonl is missing", "run `finetune doctor` on that host"
     excess_share = excess / max(_against(run.phase("own_work"), rank)[1], 1e-9)
     return (
         _rows(run.ranks, rank, excess_share)
         or _clocks(run.ranks, rank, excess_share)
         or _process(run.ranks, rank)
-        or _computation(run, rank)
+        or _computation(run, run.ranks, rank, excess_share)
     )
 
 
@@ -117,14 +118,19 @@ def _rows(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
         mine, usual = _against(ranks.column(name), rank)
         # Attention is a part of the work: only a large excess of it explains the whole.
         if usual > 0 and mine / usual - 1 >= (EXPLAINED if name == "tokens" else 1.0) * excess:
-            return f"its rows: {mine / usual:.2f} times the others' {what}", "data.packing: true   # levels the ranks"
+            return (
+                f"its rows: {mine / usual:.2f} times the others' {what}",
+                "set data.packing: true, which levels the ranks",
+            )
     return None
 
 
 def _clocks(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
     about = ranks.about[rank]
-    command = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER" + (f" -i {about['gpu']}" if about["gpu"] is not None else "")
-    advice = f"{command}   # on host {about['host'] or 'of that rank'}: cooling, power limit"
+    gpu = f" -i {about['gpu']}" if about["gpu"] is not None else ""
+    advice = (
+        f"run `nvidia-smi -q -d PERFORMANCE,CLOCK,POWER{gpu}` on {ranks.host(rank)}, and check cooling and power limit"
+    )
     mine, usual = _against(ranks.column("gpu_sm_clock_mhz"), rank)
     if mine > 0 and usual / mine - 1 >= EXPLAINED_BY_CLOCK * excess:
         return f"its clocks: {mine:.0f} MHz, the others {usual:.0f} MHz", advice
@@ -141,20 +147,28 @@ def _process(ranks: Ranks, rank: int) -> tuple[str, str] | None:
         return None
     about = ranks.about[rank]
     host = f" on host {about['host']}" if about["host"] else ""
-    return "another process computes on its GPU", f"nvidia-smi   # find it{host} and end it, or take another GPU"
+    return "another process computes on its GPU", f"find it with `nvidia-smi`{host} and end it, or take another GPU"
 
 
-def _computation(run: Run, rank: int) -> tuple[str, str]:
+def _computation(run: Run, ranks: Ranks, rank: int, excess: float) -> tuple[str, str]:
     differences = {}
     for phase in ("forward", "backward", "optimizer", "other"):
         mine, usual = _against(run.phase(phase), rank)
         differences[phase] = mine - usual
     phase, most = max(differences.items(), key=lambda item: np.nan_to_num(item[1], nan=-np.inf))
     where = f", mostly in its {phase} phase (+{duration(most)})" if np.isfinite(most) and most > 0 else ""
-    return (
-        f"its computation{where}; why is unknown: its rows, loader and clocks are like the others'",
-        "finetune doctor   # on that host: other processes, CPU load, PCIe link",
-    )
+    doctor = "run `finetune doctor` on that host, and check other processes, CPU load and the PCIe link"
+    mine, usual = _against(ranks.column("gpu_sm_clock_mhz"), rank)
+    if mine > 0 and mine <= (1 - CLOCK_LOWER) * usual:
+        explained = min((usual / mine - 1) / excess, 1.0)
+        return (
+            f"its computation{where}. Its SM clock is {percent(1 - mine / usual)} lower ({mine:.0f} MHz, the others "
+            f"{usual:.0f} MHz), which explains at most {percent(explained)} of the delay and may follow from more "
+            "work; its rows and loader are like the others'",
+            f"{doctor}; check cooling and power limit with `nvidia-smi -q -d PERFORMANCE,CLOCK,POWER`",
+        )
+    clocks = "rows, loader and clocks" if np.isfinite(mine) and np.isfinite(usual) else "rows and loader"
+    return f"its computation{where}; why is unknown: its {clocks} are like the others'", doctor
 
 
 def _against(values: np.ndarray, rank: int) -> tuple[float, float]:
@@ -181,7 +195,8 @@ EXPLANATIONS = {
         f"records and at least {percent(LOST)} of the step is lost.",
         example="Own work of rank 1 (host host, GPU 1, NVIDIA H200) is 1.20 times the median of the others (threshold "
         "1.10), and it is behind in at least 80 % of 5 records. Cause: its computation, mostly in its forward phase "
-        "(+65.3 ms); why is unknown: its rows, loader and clocks are like the others'.",
+        "(+65.3 ms). Its SM clock is 12 % lower (1672 MHz, the others 1898 MHz), which explains at most 63 % of the "
+        "delay and may follow from more work; its rows and loader are like the others'.",
         source="a rank slowed down on purpose, tests/review/fixtures/h200-slow-rank, two H200s",
         remedy="The finding names the cause where it is known: the rank's loader, its rows, its clocks, or another "
         "process on its GPU. Otherwise run `finetune doctor` on that host.",
