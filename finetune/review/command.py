@@ -82,10 +82,12 @@ def _gate(first: Path, result: Review, limits: gate.Limits) -> list[gate.Compari
 
 
 def expand(folders: list[Path]) -> list[Path]:
-    """The folders of runs: a folder that holds several is replaced by them."""
+    """The folders of runs: a folder that holds several is replaced by them, in the order of the Review tab."""
+    from finetune.review.board.discover import find_runs
+
     found: list[Path] = []
     for folder in folders:
-        found += [folder] if runs.is_run(folder) else runs.find(folder) or [folder]
+        found += [folder] if runs.is_run(folder) else [run.folder for run in find_runs(folder)] or [folder]
     return list(dict.fromkeys(found))
 
 

@@ -109,6 +109,9 @@ def test_runs_are_sorted_filtered_and_hidden(address: str, seen: Seen) -> None:
     heads = [head.removesuffix(" \u2193") for head in frame.locator("table.runs th").all_inner_texts()]
     assert heads[:4] == ["run", "model", "verdict", "training loss"]
     assert frame.locator("tr[data-run-line] .first").count() > 0
+    text = frame.locator("main").inner_text()
+    assert "run finetune doctor" in text and "`" not in text
+    assert "(median of the last tenth" in frame.locator("[data-panel=curves] .legend").first.inner_text()
     column = heads.index("tokens/s per device")
     frame.get_by_role("button", name="tokens/s per device").click()
     rates = [float(line.locator("td").nth(column).inner_text().replace(",", "")) for line in lines.all()]

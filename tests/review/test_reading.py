@@ -18,6 +18,7 @@ from finetune import cli
 from finetune.errors import UserError
 from finetune.review import command, events, markdown, page, report, review
 from finetune.review import run as runs
+from finetune.review.board import discover
 from finetune.runtime.tags import tag
 from tests.review import synthetic
 
@@ -194,7 +195,7 @@ def test_runs_in_a_folder_are_found(tmp_path: Path) -> None:
     (tmp_path / "a" / "checkpoint-5").mkdir()
     expected = [tmp_path / name for name in ("a", "b", "logs/x", "trl")]
     assert runs.find(tmp_path) == expected
-    assert command.expand([tmp_path, tmp_path / "a"]) == expected
+    assert sorted(command.expand([tmp_path, tmp_path / "a"])) == expected
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -375,7 +376,8 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     make_run(tmp_path / "one", world=1, series={"rows_per_second": ([50, 200], [100.0] * 2)})
     make_run(tmp_path / "two", world=2, series={"rows_per_second": ([50, 200], [130.0] * 2)},
              record={"batch": {"per_device": 8}})  # fmt: skip
-    assert cli.main(["review", str(tmp_path), "--json", str(tmp_path / "r.json")]) == 0
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    assert cli.main(["review", *folders, "--json", str(tmp_path / "r.json")]) == 0
     shown = capsys.readouterr().out
     for text in ("efficiency", "Speed-up", "65 %", "1.30", "rows per GPU and pass", "world size", "Metrics"):
         assert text in shown, text
@@ -386,6 +388,15 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {"rule", "level", "evidence", "advice", "gain"} <= finding.keys() and finding["rule"] == "efficiency"
     row = found["comparison"]["scaling"][1]
     assert row["speed_up"] == pytest.approx(1.3) and row["efficiency"] == pytest.approx(0.65)
+
+
+def test_runs_of_a_folder_are_in_the_order_of_the_review_tab(tmp_path: Path) -> None:
+    for name, written in (("a", 100), ("b", 300), ("c", 200)):
+        for path in make_run(tmp_path / name).rglob("*"):
+            os.utime(path, (written, written))
+    in_tab = [run.folder for run in discover.find_runs(tmp_path)]
+    assert command.expand([tmp_path]) == in_tab == [tmp_path / name for name in "bca"]
+    assert command.expand([tmp_path / "a", tmp_path]) == [tmp_path / name for name in "abc"]  # as given
 
 
 def test_many_runs_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ const TEXTS = ["run", "model", "verdict"]; // columns of words in the table of r
 const FAR_APART = 8; // the longest run by the shortest: from then on the axis of a chart is logarithmic
 const MISSING = "not recorded";
 const NOT_FINITE = "not finite"; // JSON has no NaN: a loss of null
-const LAST_TENTH = "median of the last tenth of the logged steps"; // what the training loss of tables and legends is
 
 const STYLE = `
 :root { --text: #212121; --faint: #5f6368; --line: #dadce0; --page: #fff; --panel: #fff; --link: #1565c0;
@@ -152,6 +151,9 @@ const lastParts = (name) => (name ? name.split("/").slice(-2).join("/") : MISSIN
 
 /** A loss, or that it is not finite. */
 const lossText = (value) => (value === null ? NOT_FINITE : shown(value));
+
+/** The training loss of the tables, for a legend. */
+const lastTenth = (run) => (isNumber(run.metrics?.loss) ? `${shown(run.metrics.loss)} (median of the last tenth of the logged steps)` : NOT_FINITE);
 
 /** Sentences of rules without the marks around code. */
 const plain = (text) => String(text ?? "").replaceAll("`", "");
@@ -395,8 +397,8 @@ function verdict(parent, run) {
 
 function learning(parent, run) {
   const lines = [];
-  if (run.curve?.loss?.length) lines.push({name: "training loss", color: LINES[0], x: run.curve.tokens, y: run.curve.loss, end: ` ${lossText(run.metrics?.loss)}, ${LAST_TENTH}`});
-  if (run.evaluations?.loss?.length) lines.push({name: "eval loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true, end: ` ${lossText(run.evaluations.loss.at(-1))}, last evaluation`});
+  if (run.curve?.loss?.length) lines.push({name: "training loss", color: LINES[0], x: run.curve.tokens, y: run.curve.loss, end: ` ${lastTenth(run)}`});
+  if (run.evaluations?.loss?.length) lines.push({name: "eval loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true, end: ` ${lossText(run.evaluations.loss.at(-1))} (last evaluation)`});
   if (!lines.length) return;
   const section = panel(parent, "curve", "Loss [nats] over tokens");
   if (!lineChart(section, lines, "Loss")) make(section, "p", {}, "No finite loss was recorded.");
@@ -604,7 +606,7 @@ function curves(parent, review, chosen) {
     const name = known && twin ? `${known}, ${model === known ? "weights not recorded" : `weights ${model.slice(0, 8)}`}` : known;
     const section = panel(parent, "curves", models.size > 1 && name ? `Training loss [nats] at equal tokens: ${group.length} runs of ${name}` : "Training loss [nats] at equal tokens");
     if (group.length > LINES.length) make(section, "p", {class: "faint"}, `The first ${LINES.length} of ${group.length} runs, in the order of the table. Sort, filter or untick runs to see others.`);
-    lineChart(section, group.slice(0, LINES.length).map((run, k) => ({name: run.run, color: LINES[k], x: run.curve.tokens, y: run.curve.loss, end: `, training loss ${lossText(run.metrics?.loss)} (${LAST_TENTH})`})), "Training loss");
+    lineChart(section, group.slice(0, LINES.length).map((run, k) => ({name: run.run, color: LINES[k], x: run.curve.tokens, y: run.curve.loss, end: `, training loss ${lastTenth(run)}`})), "Training loss");
     equalTokens(section, review, model, group);
   }
 }
