@@ -173,9 +173,9 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     """Read, classify and write. Returns the notebook and the unverified conversion."""
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
-    from finetune.convert.notebook.modules import refuse_missing
-    from finetune.convert.notebook.pushes import save_what_is_pushed
     from finetune.convert.notebook.secrets import note_variables
+    from finetune.convert.prepare.modules import refuse_missing
+    from finetune.convert.prepare.pushes import save_what_is_pushed
     from finetune.convert.script.write import write
 
     notebook, notes = without_secrets(path)
@@ -191,12 +191,12 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
 def without_secrets(path: Path) -> tuple[Notebook, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.analysis.classify import text_cells, unparsed_after_training
-    from finetune.convert.notebook.files import in_working_folder
-    from finetune.convert.notebook.modules import inline_modules
-    from finetune.convert.notebook.prepare import settle_globals, train_by_method
     from finetune.convert.notebook.read import read
-    from finetune.convert.notebook.resumed import leave_out_resumed
     from finetune.convert.notebook.secrets import remove_secrets
+    from finetune.convert.prepare.files import in_working_folder
+    from finetune.convert.prepare.modules import inline_modules
+    from finetune.convert.prepare.resumed import leave_out_resumed
+    from finetune.convert.prepare.simplify import settle_globals, train_by_method
 
     notebook = read(path)
     settle_globals(notebook)

@@ -1,1 +1,1 @@
-"""Read a notebook, and write its code in the way that the converter reads, with the same meaning."""
+"""Read a notebook, and take its secrets out."""

@@ -19,8 +19,8 @@ from finetune.convert.analysis.classify import Others, is_model_name, most, not_
 from finetune.convert.analysis.environment import environment_key
 from finetune.convert.analysis.names import Program, free_names, is_import, root, target_names, written_path
 from finetune.convert.knowledge import named
-from finetune.convert.notebook.files import Mentioned, is_named
 from finetune.convert.notebook.read import Notebook, Refusal
+from finetune.convert.prepare.files import Mentioned, is_named
 from finetune.convert.script import leave_out
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft

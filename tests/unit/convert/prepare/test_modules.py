@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.convert.notebook.modules import MissingModule, inline_modules
 from finetune.convert.notebook.read import Notebook, read
+from finetune.convert.prepare.modules import MissingModule, inline_modules
 
 MODULE = "PREFIX = 'p'\ndef render(row):\n    return PREFIX + row['text']\n"
 USES = "from helpers import render\nrows = [render(row) for row in rows]"

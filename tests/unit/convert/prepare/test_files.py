@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.convert.notebook.files import in_working_folder
 from finetune.convert.notebook.read import read
+from finetune.convert.prepare.files import in_working_folder
 
 TRAIN = "trainer.train()\n"
 DRIVE = "/content/drive/MyDrive"
