@@ -90,7 +90,8 @@ def in_words(annotation: object) -> str:
     """An annotation in a sentence, such as `an integer or null` or `one of auto, unsloth, transformers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        parts = [in_words(member) for member in inner]
+        # In an order of our own: typing gives equal unions the order of the first one that the process has seen.
+        parts = sorted((in_words(member) for member in inner), key=lambda words: (words == "null", words))
         return " or ".join([", ".join(parts[:-1]), parts[-1]])
     if origin is Literal:
         return str(inner[0]) if len(inner) == 1 else f"one of {', '.join(map(str, inner))}"

@@ -61,9 +61,14 @@ def text(answers: Answers, schema: str, next_commands: dict[str, str]) -> str:
         *_training(answers),
         "logging:",
         _line("logging_steps", answers.length.logging_steps, "optimizer steps between log lines"),
-        _line("generate_samples", 3, "held-out prompts to answer before and after training"),
+        _samples(held_out=answers.rows.eval_fraction > 0),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _samples(*, held_out: bool) -> str:
+    what = "held-out prompts to answer before and after training"
+    return _line("generate_samples", *((3, what) if held_out else (0, f"no rows are held out: no {what}")))
 
 
 def _model(answers: Answers) -> list[str]:

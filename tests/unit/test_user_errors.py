@@ -218,7 +218,7 @@ VALUES = [
     ("--lora.adapter_kwargs {use_dorra: true}", "no `use_dorra`. Nearest is use_dora"),
     ("--lora.adapter_kwargs {use_dora: abc}", "`use_dora: abc`: expected true or false"),
     # typing gives the members of a union the order in which the process has first seen them.
-    ("--lora.adapter_kwargs {layers_to_transform: abc}", "a list of integers"),
+    ("--lora.adapter_kwargs {layers_to_transform: abc}", "a list of integers, an integer or null"),
     ("--lora.adapter_kwargs {rank_pattern: {q_proj: abc}}", "expected a mapping of strings to integers or null"),
     ("--lora.adapter_kwargs {trainable_token_indices: [-1]}", "must be at least 0"),
     ("--lora.adapter_kwargs {trainable_token_indices: {embed_tokens: [-1]}}", "must be at least 0"),

@@ -63,7 +63,7 @@ def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_p
     first = "def main() -> None:\n"
     scripts = {
         "right": right,
-        "rate": planted(right, "learning_rate=0.0002", "learning_rate=0.0003"),
+        "rate": planted(right, "learning_rate=2e-4", "learning_rate=3e-4"),
         "rank": planted(right, "r=8", "r=9"),
         "column": planted(right, 'dataset_text_field="text"', 'dataset_text_field="note"'),
         "mask": planted(right, masked, ""),
