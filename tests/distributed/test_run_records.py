@@ -172,7 +172,8 @@ def test_the_pages_in_a_browser(address: str, browser: Any) -> None:
     page.goto(f"{address}/#finetune")
     frame = page.frame_locator("iframe")
     frame.locator("[data-panel=verdict]").wait_for()
-    assert frame.locator("rect[data-rank='1']").count() >= 4 and frame.locator("path[data-line=loss]").count() == 1
+    assert frame.locator("rect[data-rank='1']").count() >= 4
+    assert frame.locator("path[data-line='training loss']").count() == 1
     assert errors == [] and hosts <= {urllib.parse.urlsplit(address).netloc, ""}
     page.close()
 
@@ -192,7 +193,7 @@ def test_the_report_needs_no_network_and_shows_names_as_text(
         page.locator("h2").first.text_content() == reviewed["runs"][0]["run"]
         and page.title() == f"Review of {reviewed['runs'][0]['run']}"
     )
-    assert page.locator("path[data-line=loss]").count() == 1 and len(requested) == 1
+    assert page.locator("path[data-line='training loss']").count() == 1 and len(requested) == 1
     page.close()
 
 
