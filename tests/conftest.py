@@ -53,7 +53,7 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs Unsloth where it is not installed."""
     if item.get_closest_marker("unsloth") and importlib.util.find_spec("unsloth") is None:
-        pytest.skip("Unsloth is not installed: pip install 'finetune[unsloth]', or `make install`")
+        pytest.skip("Unsloth is not installed: pip install '.[unsloth]', or `make install`")
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def own_options(what: str) -> Options:
         found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB, or to 16 MiB on a CPU)")
         found.add_switch("--settings", "compare the NCCL settings that matter on this topology, each in new processes")
     if what == "step":
-        plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
+        plots = "Markdown, JSON and, with `pip install '.[plots]'`, PNG"
         found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
     return found
 

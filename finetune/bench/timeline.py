@@ -106,7 +106,7 @@ def write(path: Path, title: str, bars: Sequence[Bar]) -> bool:
 def new_figure(rows: int, wide: float = 9.0) -> Any:
     """An empty figure for `rows` bars, or None if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        console().print("no plot: matplotlib is not installed; pip install 'finetune[plots]'", markup=False)
+        console().print("no plot: matplotlib is not installed; pip install '.[plots]'", markup=False)
         return None
     from matplotlib.figure import Figure  # type: ignore[reportMissingImports]  # not pyplot, which needs a display
 

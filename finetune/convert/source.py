@@ -178,6 +178,6 @@ def ruff() -> str:
     except ImportError:
         raise UserError(
             "ruff, which formats and checks converted scripts, is not installed. Install it with "
-            "`pip install 'finetune[convert]'`."
+            "`pip install '.[convert]'`."
         ) from None
     return find_ruff_bin()

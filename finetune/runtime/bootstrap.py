@@ -161,7 +161,7 @@ def start(
     if backend == "unsloth" and refusal:
         raise UserError(
             f"{setting} is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
-            f"`pip install 'finetune[unsloth]'` on a host with a supported GPU, or set {setting} to `auto` or "
+            f"`pip install '.[unsloth]'` on a host with a supported GPU, or set {setting} to `auto` or "
             "`transformers`."
         )
     if backend == "transformers":

@@ -28,4 +28,4 @@ def test_without_matplotlib(
 ) -> None:
     monkeypatch.setattr(importlib_util, "find_spec", lambda name: None)
     assert timeline.write(tmp_path / "x.png", "title", []) is False
-    assert "pip install 'finetune[plots]'" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "pip install '.[plots]'" in capsys.readouterr().out and not list(tmp_path.iterdir())

@@ -46,7 +46,7 @@ def test_without_a_converter_the_command_says_what_to_install(
     with pytest.raises(UserError, match=f"not in {tmp_path / 'none'}"):
         gguf.find(tmp_path / "none", "f16", "m")
     monkeypatch.setattr(gguf, "CHECKER", "a_module_that_is_not_there")
-    assert "pip install 'finetune[gguf]'" in ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
+    assert "pip install '.[gguf]'" in ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
 
 
 def test_the_converter_gets_what_transformers_does_not_save(run_folder: Path, base: Path, tmp_path: Path) -> None:
