@@ -47,7 +47,7 @@ tokenizer = AutoTokenizer.from_pretrained("exported")
 for prompt in open("prompts.txt").read().splitlines():
     chat = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1]:]
+    answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
     print(tokenizer.decode(answer, skip_special_tokens=True))
 """
 ASK_LLAMA = """\
