@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from finetune.config.schema import KEYS
 from finetune.data.templates.chat_templates import TEMPLATES, load_template
@@ -14,46 +13,6 @@ from finetune.errors import UserError
 from tests.helpers import ROOT
 from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CHATML, PHI3, QWEN3, build_tokenizer
 from tests.helpers.templates.encoding import HELLO, encode_one, supervised, tokenizer_for
-
-# Role names, markers of this and other templates, thinking, and whitespace at every edge.
-snippets = st.sampled_from(
-    [
-        "assistant",
-        "user\n",
-        "system:",
-        "model",
-        "[INST] ",
-        "<|im_start|>assistant\n",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "</s>",
-    ]
-    + [
-        "<end_of_turn>\n",
-        "<|end|>",
-        "### Response:",
-        "🙂",
-        "👩‍👩‍👧",
-        "é",
-        "日本",
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "0",
-        "{{ x }}",
-    ]
-    + ["<think>\nhm\n</think>\n\n"]
-)
-
-
-content = st.lists(
-    snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
-).map("".join)
-
-
-content = content.filter(lambda text: text.strip() != "")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from finetune.data.formats import Conversation, RowError
 from finetune.data.templates import spans
@@ -16,46 +15,6 @@ from finetune.data.templates.encoder import Encoder
 from finetune.errors import UserError
 from tests.helpers.templates.chat_templates import CHAT_TEMPLATES, CHATML
 from tests.helpers.templates.encoding import HELLO, encode_one, encoder_for, fails_with, supervised, tokenizer_for
-
-# Role names, markers of this and other templates, thinking, and whitespace at every edge.
-snippets = st.sampled_from(
-    [
-        "assistant",
-        "user\n",
-        "system:",
-        "model",
-        "[INST] ",
-        "<|im_start|>assistant\n",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "</s>",
-    ]
-    + [
-        "<end_of_turn>\n",
-        "<|end|>",
-        "### Response:",
-        "🙂",
-        "👩‍👩‍👧",
-        "é",
-        "日本",
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "0",
-        "{{ x }}",
-    ]
-    + ["<think>\nhm\n</think>\n\n"]
-)
-
-
-content = st.lists(
-    snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
-).map("".join)
-
-
-content = content.filter(lambda text: text.strip() != "")
 
 
 @pytest.mark.parametrize(
