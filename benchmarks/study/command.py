@@ -62,7 +62,7 @@ def own_options() -> Options:
     found.add("--runs", count, "N", "number of runs (default: %(default)s; the published study: 50)", RUNS)
     found.add("--steps", count, "N", f"steps per run, after {WARM_UP} of warm-up (default: %(default)s)", MEASURED)
     found.add("--models", names, "NAME,...", "258K, 6.9M and, as LoRA on GPUs, llama-1.2b, llama-3b")
-    plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
+    plots = "Markdown, JSON and, with `pip install '.[plots]'`, PNG"
     found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
     return found
 

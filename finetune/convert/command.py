@@ -60,7 +60,7 @@ def own_options() -> Options:
         "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, the notebook's own code made"
         " safe, and NAME.report.json.",
         notes="Exit code 0: written, 1: verification failed, 2: bad input, 3: refused, with the reason. Needs ruff: pip"
-        " install 'finetune[convert]'.",
+        " install '.[convert]'.",
         configuration=False,
         usage="NOTEBOOK [options]",
     )
@@ -69,7 +69,6 @@ def own_options() -> Options:
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
     found.add_switch("--no-witness", "skip the comparison with the notebook's own trainer (about 10 s)")
     found.add_switch("--witness", "with --check: compare each notebook with its own trainer, which is off there")
-    found.add("--form", str, "FORM", "without effect: there is one form of conversion")
     found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
@@ -81,8 +80,6 @@ def _run(options: argparse.Namespace) -> int:
         )
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
-    if options.form is not None:
-        print_line("--form has no effect: there is one form of conversion, the notebook's own code made safe.")
     from finetune.convert.source import ruff
 
     ruff()  # without it nothing can be written, so fail before the notebook's code runs

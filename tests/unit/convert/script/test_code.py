@@ -386,8 +386,8 @@ def test_how_to_run_the_script_is_said(
         assert f"{command} {out / 'mine.py'} " in said
     assert "--finetune training.learning_rate=1e-4" in said
     assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
-    assert main([str(notebook()), "--out", str(out), "--no-witness", "--form", "settings"]) == 0
-    assert "--form has no effect" in capsys.readouterr().out
+    assert main([str(notebook()), "--out", str(out), "--no-witness", "--form", "settings"]) == 2
+    assert "unknown option: `--form`" in capsys.readouterr().err
 
 
 _OWN_MODULE = "import sys\nsys.path.append('src')\nfrom mine import render\nrows = rows.map(render)"
