@@ -81,6 +81,8 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
     packs = [Setting(1, pack), Setting(2, pack)]
+    if cell.size == "moe":  # more does not fit
+        packs = packs[:1]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
         "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
@@ -94,7 +96,7 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
         found["ours_fp8"] = Variant(stack="ours", settings=packs, packing=True, options={"fp8": True})
     if cell.lengths in ("real", "short"):
         padded = [Setting(batch, longest) for batch in ((2, 4) if short else (16, 32, 64))]
-        same_packs = [Setting(rows, longest), Setting(1, pack), Setting(2, pack)]
+        same_packs = [Setting(rows, longest), *packs]
         documented = [Setting(2, longest, 4, "unsloth")]
         found |= {
             "unsloth_packed": Variant(stack="unsloth", settings=same_packs, packing=True),

@@ -116,6 +116,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "backend": record["backend"],
         "attention": record.get("attention"),
         "layer_kernels": record.get("layer_kernels"),
+        "experts": record.get("experts"),
         "versions": record["versions"],
         "hardware": record["hardware"],
         "startup": record.get("startup"),

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from finetune.engine.kernels import fp8
 from finetune.engine.kernels.fused_lora import active_adapter, is_silu
-from finetune.runtime.types import Model
+from finetune.runtime.types import JsonObject, Model
 
 FIRST, LAST = "gate_up_proj", "down_proj"  # the parameters of a layer's experts, as transformers names them
 MULTIPLE = 8  # of a rank and of the model's widths: grouped products take rows of whole 16 bytes
@@ -245,8 +245,8 @@ def _experts(layer: Any, dtype: torch.dtype) -> tuple[Experts, list[torch.Tensor
             # As PEFT orders them: experts are the slowest dimension of A's rows, and the fastest of B's columns.
             a, b = a.view(number, -1, a.shape[1]), b.view(b.shape[0], -1, number).permute(2, 1, 0)
             missing = -a.shape[1] % MULTIPLE
-            padded = [functional.pad(one.to(dtype), (0, 0, 0, missing)).contiguous() for one in (a, b)]
-            found[module.parameter_name] = (module.scaling[name], *padded)
+            a, b = (functional.pad(one.to(dtype), (0, 0, 0, missing)).contiguous() for one in (a, b))
+            found[module.parameter_name] = (module.scaling[name], a, b)
     absent = (1.0, None, None)
     (scaling, *first), (last_scaling, *last) = found.get(FIRST, absent), found.get(LAST, absent)
     return Experts(module, (scaling, last_scaling)), [*first, *last]
@@ -277,25 +277,48 @@ def is_supported(layer: Any) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Of experts as transformers' `use_experts_implementation` describes them."""
-    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    gate = getattr(type(module), "_apply_gate", None)
+    """Whether these are frozen experts of transformers (or Unsloth's copies of them), without biases and with their
+    inputs last, in widths that grouped products take."""
+    first: Any = getattr(module, FIRST, None)
+    last: Any = getattr(module, LAST, None)
+    if not all(
+        type(one) is nn.Parameter and one.ndim == 3 and one.is_floating_point() and not one.requires_grad
+        for one in (first, last)
+    ):
+        return False
+    (number, twice, width), device = first.shape, first.device
     return (
-        all(getattr(module, name, None) is value for name, value in wanted.items())
-        and getattr(gate, "__name__", "") == "_default_apply_gate"
+        tuple(last.shape) == (number, width, twice // 2)
+        and width % MULTIPLE == twice // 2 % MULTIPLE == 0
+        and not (hasattr(module, f"{FIRST}_bias") or nn.utils.parametrize.is_parametrized(module))
+        and _is_standard(type(module))
         and is_silu(getattr(module, "act_fn", None))
-        and all(
-            type(one) is nn.Parameter
-            and one.ndim == 3
-            and one.is_floating_point()
-            and not one.requires_grad
-            and one.shape[2] % MULTIPLE == 0
-            and (not one.is_cuda or torch.cuda.get_device_capability(one.device) >= (8, 0))
-            for one in (getattr(module, FIRST, None), getattr(module, LAST, None))
-        )
-        and not nn.utils.parametrize.is_parametrized(module)
         and hasattr(functional, "grouped_mm")
+        and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
     )
+
+
+def _is_standard(kind: Any) -> bool:
+    """Whether a class of experts is what transformers' `use_experts_implementation` describes, with the default gate:
+    silu of the first half times the second. Unsloth's compiled copies lack what that decorator adds."""
+    gate = getattr(kind, "_apply_gate", None)
+    if gate is None:
+        return kind.forward.__name__ == "forward_moe_backend"
+    return gate.__name__ == "_default_apply_gate"
+
+
+def describe(model: Model) -> JsonObject | None:
+    """How a model's experts are computed, as run.json has it; None for a model without stacked experts.
+
+    `layers` have experts, `grouped` of them are computed by this module.
+    """
+    around = [one for one in model.modules() if hasattr(one, FIRST) or hasattr(one, "parameter_name")]
+    inside = {id(part) for one in around for part in list(_nested(one))[1:]}
+    layers = [one for one in around if id(one) not in inside and hasattr(list(_nested(one))[-1], FIRST)]
+    if not layers:
+        return None
+    grouped = sum(getattr(vars(one).get("forward"), "__func__", None) is _forward for one in layers)
+    return {"layers": len(layers), "grouped": grouped}
 
 
 def install(model: Model) -> int:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.engine.kernels.triton_kernels import _left, _right
+from finetune.engine.kernels.triton_kernels import left_rows, right_part
 from finetune.runtime.types import JsonObject
 
 
@@ -44,7 +44,7 @@ def _gated(
         own_b = b + expert.to(tl.int64) * RANK * 2 * columns
         own_a = last_a + expert.to(tl.int64) * LAST_RANK * columns
         if RANK > 0:
-            left = _left(inner, RANK, row, end, RANK, PADDED)
+            left = left_rows(inner, RANK, row, end, RANK, PADDED)
         total = tl.zeros([ROWS, PADDED], tl.float32)
         for at in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             column = at + tl.arange(0, COLUMNS)
@@ -53,15 +53,15 @@ def _gated(
             g = tl.load(both, mask=inside, other=0.0).to(tl.float32)
             u = tl.load(both + columns, mask=inside, other=0.0).to(tl.float32)
             if RANK > 0:
-                right = _right(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
+                right = right_part(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
                 g += scaling * tl.dot(left, right, input_precision=PRECISION)
-                right = _right(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
+                right = right_part(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
                 u += scaling * tl.dot(left, right, input_precision=PRECISION)
             kind = h.dtype.element_ty
             weighted = (g * tl.sigmoid(g) * u * weight[:, None]).to(kind)
             tl.store(h + row[:, None] * columns + column[None, :], weighted, mask=inside)
             if LAST_RANK > 0:
-                right = _right(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
+                right = right_part(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
                 total += tl.dot(weighted, tl.trans(right), input_precision=PRECISION)
         if LAST_RANK > 0:
             k = tl.arange(0, PADDED)
@@ -84,9 +84,9 @@ def _gated_backward(
         own_b = b + expert.to(tl.int64) * RANK * 2 * columns
         own_a = last_a + expert.to(tl.int64) * LAST_RANK * columns
         if RANK > 0:
-            left = _left(inner, RANK, row, end, RANK, PADDED)
+            left = left_rows(inner, RANK, row, end, RANK, PADDED)
         if LAST_RANK > 0:
-            last_left = _left(dlast_inner, LAST_RANK, row, end, LAST_RANK, PADDED)
+            last_left = left_rows(dlast_inner, LAST_RANK, row, end, LAST_RANK, PADDED)
         total = tl.zeros([ROWS, PADDED], tl.float32)
         of_weight = tl.zeros([ROWS], tl.float32)
         for at in tl.range(0, columns, COLUMNS, num_stages=STAGES):
@@ -98,12 +98,12 @@ def _gated_backward(
             u = tl.load(gate_up + columns + wide, mask=inside, other=0.0).to(tl.float32)
             d = tl.load(dh + narrow, mask=inside, other=0.0).to(tl.float32)
             if RANK > 0:
-                of_gate = _right(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
+                of_gate = right_part(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
                 g += scaling * tl.dot(left, of_gate, input_precision=PRECISION)
-                of_up = _right(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
+                of_up = right_part(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
                 u += scaling * tl.dot(left, of_up, input_precision=PRECISION)
             if LAST_RANK > 0:
-                right = _right(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
+                right = right_part(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
                 d += tl.dot(last_left, right, input_precision=PRECISION)
             kind = h.dtype.element_ty
             sigmoid = tl.sigmoid(g)

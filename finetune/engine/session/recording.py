@@ -65,6 +65,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
+    from finetune.engine.kernels import grouped_experts
     from finetune.engine.model import adapter_targets
     from finetune.engine.model.load_arguments import resolve_dtype
 
@@ -84,6 +85,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             backend_reason=job.stack.reason,
             attention=job.attention.to_dict(),
             layer_kernels=job.layer_kernels.to_dict(),
+            experts=grouped_experts.describe(job.model),
             master_weights=job.master_weights.to_dict(),
             lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
