@@ -154,6 +154,7 @@ ARGUMENTS = (
         },
         remedy="use training.gradient_checkpointing",
     ),
+    Argument("activation_checkpointing_kwargs", remedy="use training.gradient_checkpointing_kwargs"),
     Argument("truncation_mode", sets={"keep_start": ("data.over_length", "truncate")}, remedy="use data.over_length"),
     Argument("packing_strategy", kept=("bfd",), remedy=_PACKS),
     Argument("padding_free", fixed=False, remedy=_PACKS),
