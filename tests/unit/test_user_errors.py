@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -660,3 +661,16 @@ def test_hints_name_no_launch_profile_of_the_checkout() -> None:
         )
         found += [(file.name, one.value) for one in constants if "accelerate_configs" in str(one.value)]
     assert found == []
+
+
+def test_nothing_says_to_install_the_other_project_of_that_name() -> None:
+    """`finetune` on PyPI is not this project."""
+    places = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "finetune").rglob("*.py"),
+        ROOT / "Dockerfile",
+    ]
+    other = re.compile(r"\binstall (?:-\S+ )*['\"]?finetune(?![\w./-])")
+    assert other.search("pip install -U 'finetune[flash]'")
+    assert [path.name for path in places if other.search(path.read_text(encoding="utf-8"))] == []
