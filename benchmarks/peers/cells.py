@@ -7,7 +7,14 @@ from typing import Any
 
 from benchmarks.models import SHAPES
 
-SIZES = {"1.2b": "llama-1.2b", "8b": "llama-8b", "1m": "llama-1m"}  # the last one for a CPU
+SIZES = {
+    "1.2b": "llama-1.2b",
+    "8b": "llama-8b",
+    "1m": "llama-1m",
+    "moe": "qwen3-moe-16",
+    "moe4": "qwen3-moe-4",
+    "1m-moe": "qwen3-moe-1m",
+}
 METHODS = ("lora", "qlora", "full")
 LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64}  # tokens of a document
 CELLS = [
@@ -80,6 +87,9 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
         "trl_liger": Variant(stack="trl", settings=same, options={"liger": True}),
     }
     found["ours_flash_2"] = Variant(stack="ours", settings=packs, packing=True, options={"flash_2": True})
+    if "moe" in cell.size:
+        words = ["--model.backend", "transformers"]
+        found["ours_transformers"] = Variant(stack="ours", settings=packs, packing=True, options={"words": words})
     if cell.method == "lora":
         found["ours_fp8"] = Variant(stack="ours", settings=packs, packing=True, options={"fp8": True})
     if cell.lengths in ("real", "short"):
@@ -96,6 +106,10 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
             ),
             "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
         }  # fmt: skip
+    if "moe" in cell.size:  # PEFT's layers around experts lack what Liger's experts read
+        for name, one in found.items():
+            if "liger" in one.options:
+                found[name] = replace(one, options={"liger": True, "liger_config": {"swiglu": False}})
     if before:
         own = {name: variant for name, variant in found.items() if variant.stack == "ours"}
         found |= {name.replace("ours", "ours_before"): replace(variant, before=True) for name, variant in own.items()}
@@ -107,7 +121,10 @@ def matmul_parameters(size: str) -> int:
     shape = SHAPES[SIZES[size]]
     hidden, head = shape["hidden_size"], shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"]
+    mlp = 3 * hidden * shape["intermediate_size"]
+    if experts := shape.get("num_experts"):
+        mlp = 3 * hidden * shape["moe_intermediate_size"] * shape["num_experts_per_tok"] + hidden * experts
+    layer = 2 * hidden * queries + 2 * hidden * keys + mlp
     return shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
 
 

@@ -218,6 +218,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
             use_cpu=not cuda,
             gradient_checkpointing=bool(setting["checkpointing"]),
             use_liger_kernel=bool(options.get("liger")),
+            liger_kernel_config=options.get("liger_config"),
             dataset_text_field="text",
             dataset_num_proc=4 if cuda else None,
             dataloader_num_workers=4 if cuda else 0,
