@@ -83,6 +83,7 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     packs = [Setting(1, pack), Setting(2, pack)]
     if cell.size == "moe":  # more does not fit
         packs = packs[:1]
+    checkpointed = [Setting(2, longest), *(Setting(batch, longest, 1, True) for batch in (8, 16, 32))]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
         "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
@@ -108,10 +109,11 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
             ),
             "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
         }  # fmt: skip
-    if "moe" in cell.size:  # PEFT's layers around experts lack what Liger's experts read
+    if "moe" in cell.size:
         for name, one in found.items():
-            if "liger" in one.options:
-                found[name] = replace(one, options={"liger": True, "liger_config": {"swiglu": False}})
+            if "liger" in one.options:  # PEFT's layers around experts lack what Liger's experts read
+                options = {"liger": True, "liger_config": {"swiglu": False}}
+                found[name] = replace(one, options=options, settings=one.settings if short else checkpointed)
     if before:
         own = {name: variant for name, variant in found.items() if variant.stack == "ours"}
         found |= {name.replace("ours", "ours_before"): replace(variant, before=True) for name, variant in own.items()}
