@@ -112,8 +112,8 @@ def explain_adapter_error(config: Config) -> Iterator[None]:
         message = " ".join(str(error).split())
         if any(f"unexpected keyword argument '{name}'" in message for name in config.lora.adapter_kwargs):
             raise
-        given = {"target_modules": config.lora.target_modules, "modules_to_save": config.lora.modules_to_save}
-        keys = [f"lora.{key}" for key, value in given.items() if value is not None]
+        names = ("target_modules", "target_parameters", "modules_to_save")
+        keys = [f"lora.{name}" for name in names if getattr(config.lora, name) is not None]
         keys += [f"lora.adapter_kwargs ({', '.join(config.lora.adapter_kwargs)})"] if config.lora.adapter_kwargs else []
         if not keys:
             raise

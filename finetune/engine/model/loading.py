@@ -118,7 +118,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
             model,
             use_gradient_checkpointing=checkpointing,
             random_state=adapter_seed(config),
-            **adapter_arguments(config),
+            **adapter_arguments(model, config),
         )
 
 

@@ -65,7 +65,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
 
     hosts = multinode.hosts()
@@ -85,7 +85,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             attention=job.attention.to_dict(),
             layer_kernels=job.layer_kernels.to_dict(),
             master_weights=job.master_weights.to_dict(),
-            lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
+            lora_coverage=covered.to_dict() if (covered := adapter_coverage.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
