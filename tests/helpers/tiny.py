@@ -104,11 +104,11 @@ def make_moe(family: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
 
 
-def save_moe(family: str, folder: Path) -> Path:
+def save_moe(family: str, folder: Path, **changes: Any) -> Path:
     """The same in a folder, with a tokenizer."""
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(folder)
-    make_moe(family, vocab_size=len(tokenizer)).save_pretrained(folder)
+    make_moe(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
     return folder
 
 

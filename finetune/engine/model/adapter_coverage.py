@@ -131,7 +131,7 @@ def coverage(model: Model) -> Coverage | None:
 def unquantized_experts(model: Model) -> str | None:
     """A sentence about stacked experts that a quantized model keeps in 16 bits, or more; None if there are none."""
     stacked = expert_targets.stacked_weights(model)
-    kept = {path: one for path, one in stacked.items() if one.is_floating_point()}
+    kept = {path: one for path, one in stacked.items() if type(one).__name__ != "Params4bit"}
     if not kept:
         return None
     size = sum(one.numel() * one.element_size() for one in kept.values())

@@ -81,7 +81,9 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
     quantized = next((key for key in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(config.model, key)), "")
     if quantized and (kept := adapter_coverage.unquantized_experts(job.model)) is not None:
-        print_line(f"warning: model.{quantized} quantizes linear layers only: {kept}", style="yellow")
+        by_unsloth = quantized == "load_in_4bit" and job.stack.backend != "unsloth"
+        remedy = ". On a GPU, model.backend: unsloth quantizes them" if by_unsloth else ""
+        print_line(f"warning: model.{quantized} quantizes linear layers only: {kept}{remedy}", style="yellow")
     if config.model.load_in_fp8:
         print_line(f"FP8: {fp8.summary(job.model)}")
     for verdict in job.stack.patches:
