@@ -114,6 +114,7 @@ def explain_adapter_error(config: Config) -> Iterator[None]:
             raise
         names = ("target_modules", "target_parameters", "modules_to_save")
         keys = [f"lora.{name}" for name in names if getattr(config.lora, name) is not None]
+        keys += ["lora.lora_dropout"] if config.lora.lora_dropout else []
         keys += [f"lora.adapter_kwargs ({', '.join(config.lora.adapter_kwargs)})"] if config.lora.adapter_kwargs else []
         if not keys:
             raise
