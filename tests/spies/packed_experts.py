@@ -1,5 +1,6 @@
-"""Gradients of an adapter on experts that Unsloth's code for GPUs has packed into 4 bits, and on the same experts
-unpacked, computed by transformers: prints the largest difference over the norm, for each folder of a model."""
+"""Gradients of an adapter on experts that Unsloth's code for GPUs has packed into 4 bits, under DDP with a row on each
+of two ranks; and on the same experts unpacked, computed by transformers for both rows. Rank 0 prints the largest
+difference over the norm, for each folder of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any, rank: int | None = None) -> dict[str, torch.Tensor]:
+    """Of the loss of a rank's row, averaged over ranks; None: of both rows."""
     from peft import LoraConfig, get_peft_model
 
     from finetune.engine.model import adapter_coverage, expert_targets
@@ -23,7 +25,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
         if "lora_" in name:
             one.data.normal_(std=0.1)
     ids = torch.arange(3, 35).view(2, 16)
-    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    forward: Any = model.train()
+    if rank is not None:
+        forward, ids = torch.nn.parallel.DistributedDataParallel(model), ids[rank : rank + 1]
+    forward(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
@@ -34,6 +39,8 @@ def main(*folders: str) -> None:
 
     from finetune.engine.model import adapter_coverage, expert_targets
 
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     for folder in folders:
         bits = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["self_attn", "lm_head"]
@@ -49,9 +56,11 @@ def main(*folders: str) -> None:
             four: Any = stored[path]
             assert four.numel() * 2 == one.numel() and expert_targets.original_shape(four) == one.shape
             one.data.copy_(dequantize_4bit(four.data, four.quant_state).view(one.shape))
-        found, expected = gradients(packed), gradients(whole)
+        found, expected = gradients(packed, rank), gradients(whole)
         worst = max(float((found[name] - one).norm() / one.norm()) for name, one in expected.items())
-        sys.stdout.write(f"{folder} {len(expected)} {worst}\n")
+        if rank == 0:
+            sys.stdout.write(f"{folder} {len(expected)} {worst}\n")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

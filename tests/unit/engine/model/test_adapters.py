@@ -153,12 +153,12 @@ def test_unsloth_has_the_gradient_of_the_documents(
 @pytest.mark.process  # Unsloth changes the libraries of its process
 @pytest.mark.unsloth
 def test_experts_that_unsloth_packs_into_4_bits(tmp_path: Path) -> None:
-    """As on a GPU, where it computes them in bfloat16: the gradients of the adapter are those on unpacked weights. Each
-    token has all experts, as rounding could change a choice."""
+    """As on GPUs, under DDP, where it computes them in bfloat16: the gradients of the adapter are those on unpacked
+    weights. Each token has all experts, as rounding could change a choice."""
     families = ("Qwen3Moe", "GptOss")
     folders = [str(tiny.save_moe(one, tmp_path / one, num_experts_per_tok=EXPERTS)) for one in families]
     script = launch.SPIES / "packed_experts.py"
-    done = launch.run("1 rank", folders, cache=tmp_path, script=script, **launch.CODE_FOR_GPUS)
+    done = launch.run("2 ranks", folders, cache=tmp_path, script=script, **launch.CODE_FOR_GPUS)
     found = [line.split() for line in done.stdout.splitlines() if line.startswith(str(tmp_path))]
     assert [one[:2] for one in found] == [[folder, "8"] for folder in folders], done.stdout[-3000:]
     assert all(float(one[2]) < 0.02 for one in found), found
