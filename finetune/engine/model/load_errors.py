@@ -63,6 +63,10 @@ _WRONG_FILES = {
         "it is not a causal language model",
         "Use a model that generates text",
     ),
+    "but you are passing a BitsAndBytesConfig": (
+        "its weights are quantized already",
+        "Set model.load_in_4bit and model.load_in_8bit to false, or use a model with 16-bit weights",
+    ),
     "Validation error for field": ("its config.json is not valid", "Copy or download it again"),
     "ignore_mismatched_sizes": (
         "its weights do not have the shapes in its config.json",

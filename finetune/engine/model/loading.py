@@ -16,6 +16,7 @@ from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
 from finetune.engine.model.load_arguments import (
     attention_arguments,
+    dequantization_config,
     quantization_bits,
     quantization_config,
     resolve_dtype,
@@ -136,12 +137,13 @@ def _load_transformers(
     if without_weights:
         model: Any = unit_loading.meta_model(config, stored, attention_arguments(config))
     else:
+        revision = None if continue_adapter else config.model.revision
         model = AutoModelForCausalLM.from_pretrained(
             base,
-            revision=None if continue_adapter else config.model.revision,
+            revision=revision,
             dtype=stored,
             device_map={"": "cpu"} if shard.is_requested(config) else stack.device_map,
-            quantization_config=quantization,
+            quantization_config=quantization or dequantization_config(base, revision),
             trust_remote_code=config.model.trust_remote_code,
             **attention_arguments(config),
         )
