@@ -66,7 +66,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
     from finetune.engine.kernels import grouped_experts
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
 
     hosts = multinode.hosts()
@@ -87,7 +87,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             layer_kernels=job.layer_kernels.to_dict(),
             experts=grouped_experts.describe(job.model),
             master_weights=job.master_weights.to_dict(),
-            lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
+            lora_coverage=covered.to_dict() if (covered := adapter_coverage.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
