@@ -19,24 +19,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from finetune.engine.model.mergeable import why_unmergeable
 from finetune.errors import UserError
 from finetune.export.layout import Place
 from finetune.runtime.types import JsonObject
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Ways to initialize an adapter that leave the base weights as they are.
-_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
-# Fields of PEFT's LoraConfig that the merge applies, and those that do not change a finished adapter's function.
-_APPLIED = frozenset(
-    "r lora_alpha rank_pattern alpha_pattern use_rslora use_dora lora_bias fan_in_fan_out modules_to_save bias"
-    " trainable_token_indices init_lora_weights ensure_weight_tying target_parameters peft_type".split()
-)
-_NEUTRAL = frozenset(
-    "auto_mapping base_model_name_or_path revision task_type inference_mode peft_version"
-    " lora_dropout target_modules exclude_modules layers_to_transform layers_pattern megatron_config megatron_core"
-    " eva_config runtime_config qalora_group_size unsloth_version unsloth_fixed".split()
-)
 
 
 @dataclass
@@ -254,25 +243,6 @@ _ENDINGS = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".token_adapter.trainable_tokens_delta": "rows",
 }
-
-
-def why_unmergeable(config: Mapping[str, object]) -> str | None:
-    """The setting of an adapter that the merge does not compute, and why; None if it computes all."""
-    if config.get("peft_type") != "LORA":
-        return f"it is of type {config.get('peft_type')}, not LORA"
-    initial = config.get("init_lora_weights", True)
-    if initial not in _INITIAL:
-        return f"init_lora_weights: {initial} changed the base weights before training"
-    if config.get("ensure_weight_tying"):
-        return "ensure_weight_tying is set"
-    return next(
-        (
-            f"{name} is {value}"
-            for name, value in config.items()
-            if value and name not in _APPLIED and name not in _NEUTRAL
-        ),
-        None,
-    )
 
 
 def find_name(path: str, part: str, names: Iterable[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finetune.engine.model.mergeable import quantization
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.errors import UserError
@@ -342,11 +343,7 @@ def _skeleton(folder: Path) -> Any:
 
 def _check_quantization(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse formats of weights other than 16 or 32 bits and bitsandbytes' 4 bits."""
-    found = config.get("quantization_config")
-    if not isinstance(found, dict):
-        return
-    method = found.get("quant_method", "bitsandbytes")
-    if method == "bitsandbytes" and found.get("load_in_4bit", found.get("_load_in_4bit")):
+    if (method := quantization(config)) is None:
         return
     raise UserError(
         f"The weights in {folder} are quantized ({method}), which cannot be merged. Give the original 16-bit model "
