@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
+from finetune.export import command
 from finetune.export.adapter import Adapter
 from finetune.export.layout import Layout
 from finetune.export.merged import Merge
@@ -119,6 +120,33 @@ def test_an_adapter_in_the_wrong_expert_is_found(kind: str, tmp_path: Path, chec
     found = check.check(job)
     assert any(EXCHANGED[kind][0].format(0) in one for one in found["tensors"]["wrong"])
     assert found["logits"]["difference"] > 10 * found["logits"]["bound"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_a_fully_trained_mixture_has_the_files_of_its_base(
+    kind: str, tmp_path: Path, check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint, whose weights are float32, with updates that rounding to nearest would lose; also where a float32
+    copy of the model does not fit into memory."""
+    full = make_base(tmp_path / "full", kind)
+    old = tensors(full)
+    trained = {name: one.float() * (1 + 2**-11) for name, one in old.items()}
+    save_file(trained, full / "model.safetensors", {"format": "pt"})
+    (full / "run.json").write_text(json.dumps({"status": "done", "config": {"model": {}}}))
+    assert command.main([str(full), "--to", "merged", "--out", str(tmp_path / "out")]) == 0
+    own = tensors(tmp_path / "out")
+    assert {name: one.shape for name, one in own.items()} == {name: one.shape for name, one in old.items()}
+    assert {one.dtype for one in own.values()} == {torch.bfloat16}
+
+    monkeypatch.setattr(check, "choose_device", lambda job: (torch.device("cpu"), torch.bfloat16))
+    job = {"model": full, "exported": tmp_path / "out", "tokenizer": full, "prompts": ["the cat"], "max_new_tokens": 2}
+    found = check.check(job)
+    assert found["passed"] and found["tensors"]["compared"] == len(old), found["why"]
+    with torch.no_grad():
+        loaded, base = check.load_model(full, {}, torch.bfloat16), load(tmp_path / "out")
+    for name, parameter in base.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).float(), parameter), name
 
 
 def per_expert(folder: Path, base: Path, **config: Any) -> dict[str, torch.Tensor]:
