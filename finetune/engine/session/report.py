@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from finetune.config import Config, scaled_learning_rate
+from finetune.runtime import files
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
 from finetune.runtime.types import JsonObject
@@ -65,6 +66,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(covered.summary)
         if covered.warning is not None:
             print_line(f"warning: {covered.warning}", style="yellow")
+    if (missing := _missing_exports(job)) is not None:
+        print_line(f"warning: {missing}", style="yellow")
     if job.unpacked_because:
         warned = config.data.packing  # asked for, and not what happens
         prefix = "warning: " if warned else ""
@@ -111,6 +114,19 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
         f"({size.seconds:.1f} s)"
     )
+
+
+def _missing_exports(job: Job) -> str | None:
+    """What the adapter will not be exported as, and what works."""
+    from finetune.engine.model import mergeable
+    from finetune.engine.preflight import adapter_files
+
+    adapters = getattr(job.model, "peft_config", None)
+    if not adapters:
+        return None
+    folder = adapter_files.base_folder(job.config)
+    shape = files.read_json(folder / "config.json") if folder is not None else {}
+    return mergeable.warning(next(iter(adapters.values())).to_dict(), shape)
 
 
 def _threads(job: Job) -> str:
