@@ -196,7 +196,8 @@ METRICS = (
         name="mfu",
         tag="3 speed/MFU [0-1]",
         unit="0-1",
-        meaning="Model FLOPs utilization: the model's own floating-point operations by the peak rate of the GPUs.",
+        meaning="Model FLOPs utilization: the model's own floating-point operations by the peak rate of the GPUs. Of "
+        "a mixture of experts, those of the experts that a token is routed to.",
         also=("speed/MFU (fraction of peak)",),
     ),
     Metric(

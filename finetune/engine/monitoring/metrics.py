@@ -11,10 +11,32 @@ from dataclasses import dataclass
 class ModelSize:
     """What the floating-point operations of a step depend on."""
 
-    matmul_parameters: int  # weights that multiply every token: all but the input embedding, the output head included
+    parameters: int
+    active_parameters: int  # that one token uses: all but the experts that it is not routed to
+    matmul_parameters: int  # of the active ones, those that multiply it: all but the input embedding
     trainable_parameters: int
+    active_trainable_parameters: int
     layers: int
     hidden: int
+
+    @property
+    def text(self) -> str:
+        """`30.5 B parameters, 3.35 B active per token`."""
+        return parameters_text(self.parameters, self.active_parameters)
+
+
+def parameters_text(total: int, active: int | None = None) -> str:
+    """Parameters of a model, and of a mixture of experts those that a token uses."""
+    routed = f", {_abbreviated(active)} active per token" if active is not None and active < total else ""
+    return f"{_abbreviated(total)} parameters{routed}"
+
+
+def _abbreviated(count: int) -> str:
+    """`30.5 B`, `164 M`, `13.9 K`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= 0.9995 * size:
+            return f"{count / size:,.0f} {letter}" if count >= 100 * size else f"{count / size:.3g} {letter}"
+    return str(count)
 
 
 def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> float:
@@ -22,13 +44,15 @@ def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> flo
     2204.02311, appendix B), with frozen weights counted as frozen.
 
     Per token, each weight costs 2 forward, 2 for the gradient of its input, and 2 more for its own gradient where it is
-    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward.
+    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward. Of routed
+    experts and their adapters those count that the token is routed to, as in Megatron-LM's
+    `num_floating_point_operations`.
 
     Args:
         tokens: real tokens, padding excluded.
         squared_lengths: sum over documents of length squared.
     """
-    per_token = 4 * size.matmul_parameters + 2 * size.trainable_parameters
+    per_token = 4 * size.matmul_parameters + 2 * size.active_trainable_parameters
     return float(per_token) * tokens + 6.0 * size.layers * size.hidden * squared_lengths
 
 
