@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.runtime.types import Model
+from finetune.runtime.types import JsonObject, Model
 
 # Names by which configurations have the number of experts per token; of HunYuan it is a list, an entry per layer.
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -54,6 +54,21 @@ def stacks(model: Any) -> Iterator[tuple[str, nn.Module, int]]:
             number = max((shape[0] for shape in shapes if len(shape) == 3), default=0)
         if number > 1:
             yield name, module, number
+
+
+def summary(model: Model) -> JsonObject | None:
+    """Layers with routed experts, experts of each and experts per token, the most of all layers; None if there are
+    none."""
+    config = model.config.get_text_config()
+    names: dict[str, tuple[int, int]] = {}
+    for name, _, number in stacks(model):
+        layer = re.match(r".*?\.\d+\.", name)
+        if (chosen := per_token(config, name)) is not None:
+            names[layer[0] if layer else name] = (number, chosen)
+    if not names:
+        return None
+    numbers, chosen_numbers = zip(*names.values(), strict=True)
+    return {"layers": len(names), "per_layer": max(numbers), "per_token": max(chosen_numbers)}
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
@@ -61,6 +63,30 @@ def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> f
     if peak_tflops is None or seconds <= 0:
         return None
     return flops / seconds / (gpus * peak_tflops * 1e12)
+
+
+def expert_loads(tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """The load of each expert of all layers: its tokens, by those that it had if all of its layer were used evenly.
+
+    Args:
+        tokens: of each expert, [experts] for each layer; at least one layer, each with a token.
+    """
+    return np.concatenate([one / one.mean() for one in tokens])
+
+
+def expert_load_summary(tokens: Sequence[np.ndarray]) -> dict[str, float]:
+    """What the tokens of each expert amount to, by the names of `runtime.tags`; empty without layers of experts."""
+    if not tokens:
+        return {}
+    loads = [one / one.mean() for one in tokens]
+    most, least = [float(one.max()) for one in loads], [float(one.min()) for one in loads]
+    return {
+        "expert_load_max": statistics.fmean(most),
+        "expert_load_max_worst": max(most),
+        "expert_load_min": statistics.fmean(least),
+        "expert_load_min_worst": min(least),
+        "experts_unused": float(np.mean(np.concatenate(loads) == 0)),
+    }
 
 
 def rate(count: float, seconds: float) -> float | None:

@@ -65,7 +65,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_targets, experts
     from finetune.engine.model.load_arguments import resolve_dtype
 
     hosts = multinode.hosts()
@@ -88,6 +88,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             parameters=job.size.parameters,
             active_parameters=job.size.active_parameters,
             trainable_parameters=job.size.trainable_parameters,
+            experts=experts.summary(job.model),
             lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),

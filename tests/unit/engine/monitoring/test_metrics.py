@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,19 @@ def test_frozen_weights_cost_two_thirds() -> None:
     frozen, full = size(matmul=900, trained=0), size(matmul=900, trained=900)
     count = dict(tokens=10, squared_lengths=0)
     assert metrics.training_flops(frozen, **count) / metrics.training_flops(full, **count) == pytest.approx(2 / 3)
+
+
+def test_loads_of_experts_in_units_of_even_use() -> None:
+    layers = [np.array([10.0, 30.0, 0.0, 0.0]), np.array([5.0, 5.0, 5.0, 25.0])]
+    assert metrics.expert_loads(layers).tolist() == [1.0, 3.0, 0.0, 0.0, 0.5, 0.5, 0.5, 2.5]
+    assert metrics.expert_load_summary(layers) == {
+        "expert_load_max": 2.75,
+        "expert_load_max_worst": 3.0,
+        "expert_load_min": 0.25,
+        "expert_load_min_worst": 0.0,
+        "experts_unused": 0.25,
+    }
+    assert metrics.expert_load_summary([]) == {}
 
 
 @pytest.mark.parametrize(
