@@ -26,7 +26,14 @@ from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
 from finetune.engine import invariants
-from finetune.engine.checkpoint import best, checkpoints, output_folder, tensor_files, tokenizer_files
+from finetune.engine.checkpoint import (
+    best,
+    checkpoints,
+    converted_weights,
+    output_folder,
+    tensor_files,
+    tokenizer_files,
+)
 from finetune.engine.kernels import attention
 from finetune.engine.model import expert_load, generation_config, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
@@ -467,6 +474,8 @@ class SFTTrainer(trl.SFTTrainer):
         """As in transformers; of a sharded model each rank reads its part."""
         if self.sharded:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
+        elif converted_weights.needed(self.model, Path(resume_from_checkpoint)):
+            self.model.load_state_dict(converted_weights.read(self.model, Path(resume_from_checkpoint)))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
