@@ -18,7 +18,7 @@ from finetune.runtime import launch_lines, scripts
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES
-from finetune.runtime.options import without_json
+from finetune.runtime.options import without_json, without_option
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -173,4 +173,5 @@ def launch_line(world: int) -> str:
 
 def training_arguments(arguments: list[str]) -> list[str]:
     """The arguments of a dry run without those that make it one."""
-    return [word for word in without_json(arguments) if word not in ("--dry-run", "--dry_run")]
+    given = without_option("--devices", without_json(arguments))
+    return [word for word in given if word not in ("--dry-run", "--dry_run")]

@@ -48,6 +48,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                 changed = {
                     "model.model_name_or_path": model,
                     "training.per_device_train_batch_size": batch.per_device,
+                    "training.global_batch_size": batch.global_batch_size,
                     "training.master_weights": config.training.master_weights,
                 }
                 settings = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
