@@ -197,7 +197,7 @@ def _check_strategy() -> None:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise UserError(
                 f"The accelerate profile asks for {strategy}, which this program does not take from a profile. Launch "
-                "with a profile from accelerate_configs/, such as ddp_2.yaml; for a model larger than one GPU add "
+                "with `torchrun --standalone --nproc_per_node 2`, on 2 GPUs; for a model larger than one GPU add "
                 "`--training.strategy shard`, which shards it with FSDP2."
             )
 

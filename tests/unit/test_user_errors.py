@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from finetune.runtime import command
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import disk
 from finetune.runtime.ranks import distributed, launcher
-from tests.helpers import tiny
+from tests.helpers import ROOT, tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
@@ -648,3 +650,27 @@ def test_what_a_stream_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch
     command.keep_printing()
     sys.stdout.write("猫")
     sys.stdout.close()
+
+
+def test_hints_name_no_launch_profile_of_the_checkout() -> None:
+    """An installed wheel has no accelerate_configs/: torchrun needs no file."""
+    found = []
+    for file in (ROOT / "finetune").rglob("*.py"):
+        constants = (
+            node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+        )
+        found += [(file.name, one.value) for one in constants if "accelerate_configs" in str(one.value)]
+    assert found == []
+
+
+def test_nothing_says_to_install_the_other_project_of_that_name() -> None:
+    """`finetune` on PyPI is not this project."""
+    places = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "finetune").rglob("*.py"),
+        ROOT / "Dockerfile",
+    ]
+    other = re.compile(r"\binstall (?:-\S+ )*['\"]?finetune(?![\w./-])")
+    assert other.search("pip install -U 'finetune[flash]'")
+    assert [path.name for path in places if other.search(path.read_text(encoding="utf-8"))] == []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.engine.kernels import fp8, fused_lora, liger
+from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
 from finetune.engine.model import adapter_targets
 from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
 from finetune.engine.model.load_arguments import (
@@ -69,6 +69,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
         master_weights.widen(model, config.training.master_weights, config.model.full_finetuning)
         if not config.model.full_finetuning:
             fused_lora.install(model)
+            grouped_experts.install(model)
     bits = quantization_bits(config)
     if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
         raise UserError(

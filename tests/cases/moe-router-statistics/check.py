@@ -34,7 +34,7 @@ def check(folder: Path, output: str) -> None:
     assert abs(shown("least busy of a layer [x even]") - min(map(min, loads))) < 1e-5
     assert shown("experts unused [0-1]") == 0
     run = json.loads((folder / "out" / "run.json").read_text())
-    assert run["experts"] == {"layers": 2, "per_layer": 4, "per_token": 2}
+    assert run["experts"] == {"layers": 2, "per_layer": 4, "per_token": 2, "grouped": 2}
     assert run["ledger"]["train"]["tokens"] == counts[0].total() / 2
     assert run["parameters"] - run["active_parameters"] == 2 * 2 * 3 * 64 * 64
     assert run["trainable_parameters"] < run["active_parameters"]

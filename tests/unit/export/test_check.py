@@ -183,3 +183,11 @@ def test_answers_of_a_check_end_where_the_positions_do(tmp_path: Path, check: Mo
     job: dict[str, Any] = {"model": tmp_path, "exported": tmp_path, "tokenizer": tmp_path, "max_new_tokens": 24}
     found = check.check(job | {"prompts": ["the cat", "the cat runs over " * 8]})
     assert found["passed"] and [one["tokens"] for one in found["answers"]] == [14, 1]
+
+
+def test_llama_cpp_has_what_the_check_uses() -> None:
+    """Of the extra `gguf`, which `make test-oldest` installs."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install '.[gguf]'")
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = "model.gguf", 64, 1, False
+    assert parameters.model.path == "model.gguf" and callable(xllamacpp.Server.handle_completions)
