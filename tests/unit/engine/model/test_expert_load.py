@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from finetune.data.collate import collate
+from finetune.engine.kernels import grouped_experts
 from finetune.engine.model import expert_load
 from tests.unit.engine.model.test_router_loss import EXPERTS, SMALL, EveryExpert, documents, tiny_moe
 
@@ -125,6 +126,17 @@ def test_adapters_and_frozen_routers(targets: list[str] | None) -> None:
         tiny_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
     )
     assert counted(model, rows) == expected(model, rows, likeliest)
+
+
+def test_experts_in_grouped_products_count() -> None:
+    """Which compute without calling what is inside of the adapter."""
+    rows, targets = documents(), ["experts.gate_up_proj", "experts.down_proj"]
+    model: Any = peft.get_peft_model(
+        tiny_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+    )
+    reference = expected(model, rows, likeliest)
+    assert grouped_experts.install(model) == 2
+    assert counted(model, rows) == reference
 
 
 def test_passes_outside_of_training_do_not_count() -> None:
