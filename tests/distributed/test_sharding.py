@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.runtime.tags import tag
+from tests.cases import models
 from tests.distributed.test_parity import arguments, faulty, prove
+from tests.distributed.test_run_records import events_of
 from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
@@ -120,6 +123,25 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
         assert run["resumed_from"].endswith("checkpoint-3")
         assert worst(single["losses"][3:], run["losses"]) < 1e-5
         assert apart(one, tmp_path / folder) < 2e-5
+
+
+def test_a_fully_trained_mixture_of_experts_resumes_sharded_and_whole(tiny_data: Path, tmp_path: Path) -> None:
+    """Its files have a tensor for each expert, the model a stack of them. The experts' tokens are counted alike."""
+    model = models.make("moe", tmp_path / "moe")
+    full = ("--model.full_finetuning", "--training.learning_rate", "1e-3", "--training.router_aux_loss_coef", "0")
+    words = settings(model, tiny_data, *full, "--training.global_batch_size", "4", "--logging.logging_steps", "6")
+    words += ["--training.per_device_train_batch_size", "2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    sharded = launch.train("2 ranks", [*words, *SHARD], out=two, cache=tmp_path)
+    assert worst(single["losses"], sharded["losses"]) < 1e-4 and apart(one, two) < 1e-4
+    load = [events_of(out).Scalars(tag("expert_load_max"))[0].value for out in (one, two)]
+    assert load[0] == pytest.approx(load[1], rel=0.05) and load[0] > 1
+    back = resumed("1 rank", words, two, tmp_path / "shard to one", tmp_path)
+    forth = resumed("2 ranks", [*words, *SHARD], two, tmp_path / "shard to shard", tmp_path)
+    for run, folder in ((back, "shard to one"), (forth, "shard to shard")):
+        assert worst(sharded["losses"][3:], run["losses"]) < 1e-4
+        assert apart(two, tmp_path / folder) < 1e-4
 
 
 @pytest.mark.campaign

@@ -50,6 +50,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
         f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
+    if job.size.active_parameters < job.size.parameters:
+        print_line(f"Mixture of experts: {job.size.text}")
     row = "row" if job.unpacked_because else "pack"
     length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
     print_line(
