@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 
 from finetune.config import load
 from finetune.parity import run as parity_run
+from finetune.runtime.hooks import NO_HOOKS, Hooks
 from tests.helpers import launch, tiny
 from tests.helpers.runs import in_this_process
 from tests.helpers.tiny import EXPERTS
@@ -99,9 +99,9 @@ def words(folder: Path, kind: str, layout: str, size: int, backend: str = "trans
     return [*found, *lengths, "--training.global_batch_size", "4"]
 
 
-def gradients(folder: Path, out: Path, *given: Any) -> Path:
+def gradients(folder: Path, out: Path, *given: Any, hooks: Hooks = NO_HOOKS) -> Path:
     out.mkdir()
-    assert parity_run.run(load(words(folder, *given)), out, 1, []) == 0
+    assert parity_run.run(load(words(folder, *given)), out, 1, [], hooks) == 0
     return out
 
 
@@ -122,17 +122,17 @@ def test_a_step_has_the_gradient_of_its_documents(
 def test_an_expert_without_its_adapter_is_found(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradients of one expert's adapter in one layer are missing."""
-    factors = ParamWrapper.get_delta_factors
+    """One that a layer's forward pass leaves out gets no gradient."""
 
-    def skipping(self: ParamWrapper, adapter: str) -> Any:
-        left, right, scale = factors(self, adapter)
-        return left * (torch.arange(EXPERTS) != 2)[:, None, None], right, scale
+    def skip(trainer: Any) -> None:
+        used = (torch.arange(RANK * EXPERTS) % EXPERTS != 2).float()
+        for name, one in trainer.model.named_parameters():
+            if "layers.1.mlp.experts.lora_B" in name:
+                one.register_hook(lambda gradient: gradient * used)
 
-    monkeypatch.setattr(ParamWrapper, "get_delta_factors", skipping)
     with in_this_process(monkeypatch, tmp_path):
-        out = gradients(models["Qwen3Moe"], tmp_path / "out", "LoRA", "padded", 6)
-    with pytest.raises(AssertionError, match="lora_B"):
+        out = gradients(models["Qwen3Moe"], tmp_path / "out", "LoRA", "padded", 6, hooks=Hooks(trainer=skip))
+    with pytest.raises(AssertionError, match="layers.1.mlp.experts.lora_B"):
         check(out, models["Qwen3Moe"], "LoRA")
 
 
