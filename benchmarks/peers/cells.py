@@ -81,9 +81,7 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
     packs = [Setting(1, pack), Setting(2, pack)]
-    if cell.size == "moe":  # more does not fit
-        packs = packs[:1]
-    checkpointed = [Setting(2, longest), *(Setting(batch, longest, 1, True) for batch in (8, 16, 32))]
+    checkpointed = [Setting(batch, longest, 1, True) for batch in (16, 32, 64)]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
         "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
