@@ -88,15 +88,13 @@ test-newest:
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
 	$(NEWEST)/bin/python -m finetune.doctor.record "make test-newest"
 
-# The lower bounds of pyproject.toml; the tools of the tests at the versions of constraints.txt.
+# The lower bounds of pyproject.toml.
 test-oldest:
 	@$(CHECK_PYTHON)
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	awk -F== 'NR == FNR { oldest[$$1]; print; next } !($$1 in oldest) && !/^unsloth/' constraints-oldest.txt constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -q --upgrade pip
-	$(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/constraints.txt -e '.[dev]'
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[dev,gguf]'
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
-	$(OLDEST)/bin/python -m finetune.doctor.record "make test-oldest"
 
 # What the next releases of these three will break. The report is for .ci/first_failure.py.
 GITHUB := git+https://github.com/huggingface

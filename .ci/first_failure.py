@@ -28,7 +28,9 @@ def failures(report: Path) -> list[str]:
     try:
         cases = list(ET.parse(report).getroot().iter("testcase"))
     except (OSError, ET.ParseError):
-        return ["No test ran: the installation or the start of pytest failed. The log of the job has the reason."]
+        cases = []
+    if not cases:
+        return ["No test is reported: the installation failed, or pytest did not end. The job's log has the reason."]
     failed = [(case, found) for case in cases for found in [*case.findall("failure"), *case.findall("error")]]
     if not failed:
         return [f"{len(cases):,} tests, none failed."]
@@ -45,13 +47,14 @@ def failures(report: Path) -> list[str]:
 
 
 def name(case: ET.Element) -> str:
-    """As pytest takes it: `tests/unit/test_x.py::test_y[z]`."""
-    parts = [one for one in (case.get("classname") or "").split(".") if one]
-    for n in range(len(parts), 0, -1):
-        file = Path(*parts[:n]).with_suffix(".py")
+    """As pytest takes it: `tests/unit/test_x.py::test_y[z]`; the file alone if it could not be imported."""
+    test = case.get("name") or ""
+    where = (case.get("classname") or test).split(".")
+    for n in range(len(where), 0, -1):
+        file = Path(*where[:n]).with_suffix(".py")
         if file.is_file():
-            return "::".join([file.as_posix(), *parts[n:], case.get("name") or ""])
-    return ".".join([*parts, case.get("name") or ""])
+            return "::".join([file.as_posix(), *where[n:], *([test] if case.get("classname") else [])])
+    return ".".join(filter(None, [case.get("classname"), test]))
 
 
 def versions(venv: Path) -> list[str]:

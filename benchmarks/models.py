@@ -22,6 +22,20 @@ SHAPES = {
         vocab_size=8192,
         tie_word_embeddings=False,
     ),
+    "qwen3-moe-1m": dict(
+        model_type="qwen3_moe",
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ),
     "llama-1.2m": dict(  # with enough layers to be measured in slices
         hidden_size=64,
         intermediate_size=128,
@@ -84,6 +98,26 @@ SHAPES = {
         tie_word_embeddings=True,
         rope_theta=500000.0,
     ),
+    # Qwen3-30B-A3B with all of its 48 layers, with 16 and with 4.
+    **{
+        name: dict(
+            model_type="qwen3_moe",
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=False,
+            rope_theta=1000000.0,
+        )
+        for name, layers in (("qwen3-moe-30b", 48), ("qwen3-moe-16", 16), ("qwen3-moe-4", 4))
+    },
     # Trained in full, each of the next two needs more than one GPU has: an H100, an H200.
     "llama-11b": dict(
         hidden_size=5120,
@@ -127,8 +161,9 @@ CHAT_TEMPLATE = (
 
 
 def build(folder: Path, shape: str, corpus: Path) -> Path:
-    """Write a Llama of `shape` in bfloat16, and a byte-level BPE of 8,192 tokens trained on `corpus` (JSON lines). With
-    "-nf4" after the shape, the linear layers are in bitsandbytes' 4 bits, and never whole in memory.
+    """Write a model of `shape` in bfloat16, a Llama unless it names a type, and a byte-level BPE of 8,192 tokens
+    trained on `corpus` (JSON lines). With "-nf4" after the shape, the linear layers are in bitsandbytes' 4 bits, and
+    never whole in memory.
 
     Another process does, unless it is there: what a model leaves on a GPU would be missing where runs are measured.
     """
@@ -143,7 +178,7 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
     """What `build` does, in this process."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -163,8 +198,8 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[shape.removesuffix("-nf4")],
+    config = AutoConfig.for_model(
+        **({"model_type": "llama"} | SHAPES[shape.removesuffix("-nf4")]),
         max_position_embeddings=32768,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -175,7 +210,7 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
         write_nf4(folder, config, device)
         return
     with device:
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 

@@ -24,7 +24,7 @@ from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
 from finetune.engine.session import disk_checks, opening, report
 from finetune.errors import RunError, UserError
-from finetune.measure import slices, strategy
+from finetune.measure import sharding, slices, strategy
 from finetune.measure.dry_run_report import TrialResult, launch_line, print_report
 from finetune.redact import redact_tree
 from finetune.runtime import files, scripts, subprocesses
@@ -88,7 +88,9 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None
-        if folder is not None and layers is not None and slices.slice_layers(layers) is not None:
+        sizes = sharding.read_sizes(folder) if folder is not None else None
+        dense = sizes.dense_layers if sizes is not None else 0
+        if folder is not None and layers is not None and slices.slice_layers(layers, dense) is not None:
             from finetune.measure.dry_run_slices import measure_slices  # it imports torch
 
             return measure_slices(config, folder, layers, world)

@@ -7,7 +7,14 @@ from typing import Any
 
 from benchmarks.models import SHAPES
 
-SIZES = {"1.2b": "llama-1.2b", "8b": "llama-8b", "1m": "llama-1m"}  # the last one for a CPU
+SIZES = {
+    "1.2b": "llama-1.2b",
+    "8b": "llama-8b",
+    "1m": "llama-1m",
+    "moe": "qwen3-moe-16",
+    "moe4": "qwen3-moe-4",
+    "1m-moe": "qwen3-moe-1m",
+}
 METHODS = ("lora", "qlora", "full")
 LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64}  # tokens of a document
 CELLS = [
@@ -74,17 +81,23 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
     packs = [Setting(1, pack), Setting(2, pack)]
+    if cell.size == "moe":  # more does not fit
+        packs = packs[:1]
+    checkpointed = [Setting(2, longest), *(Setting(batch, longest, 1, True) for batch in (8, 16, 32))]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
         "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
         "trl_liger": Variant(stack="trl", settings=same, options={"liger": True}),
     }
     found["ours_flash_2"] = Variant(stack="ours", settings=packs, packing=True, options={"flash_2": True})
+    if "moe" in cell.size:
+        words = ["--model.backend", "transformers"]
+        found["ours_transformers"] = Variant(stack="ours", settings=packs, packing=True, options={"words": words})
     if cell.method == "lora":
         found["ours_fp8"] = Variant(stack="ours", settings=packs, packing=True, options={"fp8": True})
     if cell.lengths in ("real", "short"):
         padded = [Setting(batch, longest) for batch in ((2, 4) if short else (16, 32, 64))]
-        same_packs = [Setting(rows, longest), Setting(1, pack), Setting(2, pack)]
+        same_packs = [Setting(rows, longest), *packs]
         documented = [Setting(2, longest, 4, "unsloth")]
         found |= {
             "unsloth_packed": Variant(stack="unsloth", settings=same_packs, packing=True),
@@ -96,6 +109,11 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
             ),
             "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
         }  # fmt: skip
+    if "moe" in cell.size:
+        for name, one in found.items():
+            if "liger" in one.options:  # PEFT's layers around experts lack what Liger's experts read
+                options = {"liger": True, "liger_config": {"swiglu": False}}
+                found[name] = replace(one, options=options, settings=one.settings if short else checkpointed)
     if before:
         own = {name: variant for name, variant in found.items() if variant.stack == "ours"}
         found |= {name.replace("ours", "ours_before"): replace(variant, before=True) for name, variant in own.items()}
@@ -107,7 +125,10 @@ def matmul_parameters(size: str) -> int:
     shape = SHAPES[SIZES[size]]
     hidden, head = shape["hidden_size"], shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"]
+    mlp = 3 * hidden * shape["intermediate_size"]
+    if experts := shape.get("num_experts"):
+        mlp = 3 * hidden * shape["moe_intermediate_size"] * shape["num_experts_per_tok"] + hidden * experts
+    layer = 2 * hidden * queries + 2 * hidden * keys + mlp
     return shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
 
 

@@ -232,6 +232,9 @@ def advise_configuration(
         "reason": verdict.decision_sentence(chosen, rows),
         "when": one.when,
         "device": machine.name,
+        "parameters": one.parameters,
+        "active_parameters": one.active_parameters,
+        "trainable_parameters": one.trainable_parameters,
         "environment": plan.environment,
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
@@ -240,6 +243,7 @@ def advise_configuration(
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [
             *notes,
+            *report.active_parameters(one),
             report.gradients(one),
             report.learning_rate(config, one.global_batch_size, of_script=bench.trainer),
         ],

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
+from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import rules
 from finetune.measure.dry_run_report import duration
 from finetune.measure.measurements import Measurement
@@ -29,6 +30,14 @@ def gradients(measured: Measurement) -> str:
         f"Each step sends {size}: only those of the adapter, {share:.2%} of the model's "
         f"{measured.parameters / 1e6:,.1f} M parameters."
     )
+
+
+def active_parameters(measured: Measurement) -> list[str]:
+    """What of a mixture of experts decides the time of a step, and what its memory; nothing of a dense model."""
+    if measured.active_parameters == measured.parameters:
+        return []
+    size = parameters_text(measured.parameters, measured.active_parameters)
+    return [f"Mixture of experts: {size}. A step computes with the active ones; the weights of all are in memory."]
 
 
 def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) -> str:

@@ -72,8 +72,8 @@ _ORDER = "`seed` alone sets the order of the rows, so that any number of GPUs ta
 _ONE_RATE = "all weights are trained with one learning rate"
 _ONE_GPU = "each GPU holds the whole model"
 _LAUNCHED = (
-    "in a script each GPU holds the whole model (DDP). Launch with a profile from accelerate_configs/; to split a "
-    "model that SFTTrainer is given by name, add --finetune training.strategy=shard"
+    "in a script each GPU holds the whole model (DDP). Launch with torchrun --standalone --nproc_per_node N; to "
+    "split a model that SFTTrainer is given by name, add --finetune training.strategy=shard"
 )
 _SHARD = "use training.strategy: shard to split the model over the GPUs"
 _METRICS = "evaluation does not build the logits; it reports loss, token accuracy and entropy over all ranks"
@@ -154,6 +154,7 @@ ARGUMENTS = (
         },
         remedy="use training.gradient_checkpointing",
     ),
+    Argument("activation_checkpointing_kwargs", remedy="use training.gradient_checkpointing_kwargs"),
     Argument("truncation_mode", sets={"keep_start": ("data.over_length", "truncate")}, remedy="use data.over_length"),
     Argument("packing_strategy", kept=("bfd",), remedy=_PACKS),
     Argument("padding_free", fixed=False, remedy=_PACKS),
@@ -377,9 +378,10 @@ SCRIPT_KEYS = {
     "logging.logging_steps": "logging_steps",
     "logging.report_to": "report_to",
     **dict.fromkeys(
-        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora"
-        " training.global_batch_size training.resume_from_checkpoint training.resume_with_changes training.strategy"
-        " logging.profile_steps logging.include_rows logging.lines".split(),
+        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules"
+        " lora.target_parameters lora.use_rslora training.global_batch_size training.resume_from_checkpoint"
+        " training.resume_with_changes training.strategy logging.profile_steps logging.include_rows"
+        " logging.lines".split(),
         "",
     ),
 }

@@ -211,7 +211,7 @@ def _profile(config: Config, found: Findings) -> Verdict:
     profile, gpus = found["accelerate_profile"], len(found["devices"])
     if profile is None:
         return None
-    advice = "give --config_file accelerate_configs/..."
+    advice = "launch with torchrun, which reads no profile"
     if "error" in profile:
         return "warning", f"cannot be read ({profile['error']}); {advice}"
     total, machines = profile.get("num_processes") or 1, profile.get("num_machines") or 1

@@ -2,7 +2,7 @@
 
     python -m finetune.doctor.record [NAME]
 
-takes the sets of constraints.txt and constraints-gpu.txt from these files (`make docs`). With a name, as at the end of
+takes the sets that are a file of constraints from that file (`make docs`). With a name, as at the end of
 `make test-newest`, that set becomes what is installed here, with today's date.
 """
 

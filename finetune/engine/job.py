@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
@@ -252,21 +250,20 @@ def check_ranks_agree(data: Data) -> None:
 
 
 def model_size(model: Model) -> ModelSize:
-    """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked, FP8 weights once."""
+    """Sizes that determine the floating-point operations per step."""
+    from finetune.engine.model import experts
+
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding.weight is head.weight
-    total = trainable = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        count = int(np.prod(state.shape)) if state is not None else parameter.numel()
-        count *= getattr(parameter, "counted", True)
-        total += count
-        trainable += count if parameter.requires_grad else 0
+    found = experts.count(model)
     return ModelSize(
-        matmul_parameters=total - (0 if tied else embedding.weight.numel()),
-        trainable_parameters=trainable,
+        parameters=found.total,
+        active_parameters=found.active,
+        matmul_parameters=found.active - (0 if tied else embedding.weight.numel()),
+        trainable_parameters=found.trainable,
+        active_trainable_parameters=found.active_trainable,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
     )

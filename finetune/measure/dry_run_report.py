@@ -10,6 +10,7 @@ from rich.table import Table
 
 from finetune.config import Config
 from finetune.engine.checkpoint import output_folder
+from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import strategy
 from finetune.measure.slices import Sharded
 from finetune.redact import redact_arguments, redact_tree
@@ -17,7 +18,7 @@ from finetune.runtime import launch_lines, scripts
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES
-from finetune.runtime.options import without_json
+from finetune.runtime.options import without_json, without_option
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -56,10 +57,18 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
         write_json(config.json, redact_tree(verdict))
 
 
+def model_text(measurement: JsonObject) -> str:
+    """The number of parameters of the measured model, and of those that are trained."""
+    total, trained = measurement["parameters"], measurement["trainable_parameters"]
+    part = "all" if trained == total else parameters_text(trained).removesuffix(" parameters")
+    return f"{parameters_text(total, measurement['active_parameters'])}, {part} trained"
+
+
 def table(measured: JsonObject) -> Table:
     """The measured figures."""
     memory, step, whole = measured["memory"], measured["step"], measured["projection"]
     shown = Table(title="Dry run", title_justify="left", show_header=False)
+    shown.add_row("model", model_text(measured["measurement"]))
     shown.add_row("longest row", f"{counted(measured['longest_row_tokens'], 'token')}")
     device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
     shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
@@ -120,6 +129,7 @@ def duration(seconds: float) -> str:
 def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[int, int], line: str) -> None:
     """The figures as a table, and go or no-go."""
     kept = result["sharded"]["activation_gib"]
+    print_line(f"The model has {model_text(result['measurement'])}.")
     console().print(f"Measured with {cut[0]} and {cut[1]} of {found.layers} layers on one device:", highlight=False)
     print_line(
         f"activations on the longest rows ({counted(result['longest_row_tokens'], 'token')}): {kept['layers']:.2f} GiB "
@@ -163,4 +173,5 @@ def launch_line(world: int) -> str:
 
 def training_arguments(arguments: list[str]) -> list[str]:
     """The arguments of a dry run without those that make it one."""
-    return [word for word in without_json(arguments) if word not in ("--dry-run", "--dry_run")]
+    given = without_option("--devices", without_json(arguments))
+    return [word for word in given if word not in ("--dry-run", "--dry_run")]

@@ -29,11 +29,11 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     Raises:
         RunError: a slice does not train.
     """
-    cut = slices.slice_layers(layers)
     sizes = sharding.read_sizes(folder)
-    assert cut is not None
     if sizes is None:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
+    cut = slices.slice_layers(layers, sizes.dense_layers)
+    assert cut is not None
     config = master_weights.resolve_auto(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
@@ -48,6 +48,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                 changed = {
                     "model.model_name_or_path": model,
                     "training.per_device_train_batch_size": batch.per_device,
+                    "training.global_batch_size": batch.global_batch_size,
                     "training.master_weights": config.training.master_weights,
                 }
                 settings = [word for key, value in changed.items() for word in (f"--{key}", str(value))]

@@ -45,6 +45,7 @@ class Measurement:
     tokens_per_step:    real tokens of a global step, mean over an epoch
     peak_memory_bytes:  of training with the largest micro-batch
     memory_bytes:       of the device; None for a CPU
+    active_parameters:  of `parameters`, those that a token uses (`engine.model.experts.count`)
     gradient_bytes:     of each trained parameter, in the order of `model.parameters()`
     """
 
@@ -66,6 +67,7 @@ class Measurement:
     peak_memory_bytes: float
     memory_bytes: float | None
     parameters: int
+    active_parameters: int
     trainable_parameters: int
     gradient_bytes: list[int]
     gradient_dtype: str
@@ -80,13 +82,15 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, content: JsonObject) -> Measurement:
-        """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`.
+        """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`, and measurements from
+        before `active_parameters`, whose facts match those of dense models only.
 
         Raises:
             TypeError, KeyError: the file of another version.
         """
         if "global_size" in content:
             content = content | {"global_batch_size": content["global_size"]}
+        content = {"active_parameters": content["parameters"]} | content
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property

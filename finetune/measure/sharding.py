@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,19 @@ _BESIDE = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_ma
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Parameters of a model: all, of its largest layer, outside of layers, and in the root unit: those outside but for
-    an embedding that is not the head, which is a unit of its own."""
+    an embedding that is not the head, which is a unit of its own. A mixture of experts may begin with smaller, dense
+    layers: their number, and their parameters together."""
 
     total: int
     layer: int
     outside: int
     root: int
+    dense_layers: int = 0
+    dense: int = 0
+
+    def of_first(self, layers: int) -> int:
+        """Parameters of the first layers, at least all dense ones, with what is outside of layers."""
+        return self.dense + (layers - self.dense_layers) * self.layer + self.outside
 
 
 def read_sizes(folder: Path) -> Sizes | None:
@@ -54,7 +61,24 @@ def read_sizes(folder: Path) -> Sizes | None:
     rest = sum(count for count, _ in outside)
     largest = max(outside, default=(0, []))
     embedding = largest[0] if outside.count(largest) > 1 else 0  # and a head of the same shape
-    return Sizes(total=sum(layers.values()) + rest, layer=max(layers.values()), outside=rest, root=rest - embedding)
+    first = _first_dense_layers(layers)
+    return Sizes(
+        total=sum(layers.values()) + rest,
+        layer=max(layers.values()),
+        outside=rest,
+        root=rest - embedding,
+        dense_layers=len(first),
+        dense=sum(first),
+    )
+
+
+def _first_dense_layers(layers: Mapping[str, int]) -> list[int]:
+    """The sizes of the layers before the first of the largest; none if these are not a few at the beginning."""
+    stack = max(layers, key=lambda name: layers[name]).rpartition(".")[0]
+    numbers = {int(name.rpartition(".")[2]): size for name, size in layers.items() if name.rpartition(".")[0] == stack}
+    sizes = [numbers[number] for number in sorted(numbers)]
+    first = sizes.index(max(sizes))
+    return sizes[:first] if first < len(sizes) / 2 else []
 
 
 @dataclass(frozen=True, kw_only=True)

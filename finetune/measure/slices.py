@@ -31,14 +31,18 @@ from finetune.runtime.types import JsonObject
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
 GRADIENT_BYTES = 4  # gradients are reduced in float32
-_PER_LAYER = ("layer_types",)  # lists in a config with an entry per layer
+_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in a config with an entry per layer
 
 
-def slice_layers(layers: int) -> tuple[int, int] | None:
-    """Layers of the two slices of a model; None if it has too few to be worth cutting."""
-    if layers < 3:
-        return None
-    return (2, 4) if layers > 4 else (1, 2)
+def slice_layers(layers: int, dense: int = 0) -> tuple[int, int] | None:
+    """Layers of the two slices of a model; None if it has too few to be worth cutting.
+
+    Args:
+        dense: layers at the beginning that are not like the others: both slices have them all, so that the slices
+            differ by layers of which the rest of the model consists.
+    """
+    few, more = (max(2, dense + 1), max(2, dense + 1) + 2) if layers > 4 else (1, 2)
+    return (few, more) if more < layers and few > dense else None
 
 
 def layer_count(folder: Path) -> int | None:
@@ -148,7 +152,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
 
     a, b = few.to_dict(), more.to_dict()
     lines = ("seconds_per_micro_batch", "seconds_per_token", "optimizer_seconds", "peak_memory_bytes")
-    exact = ("parameters", "trainable_parameters")
+    exact = ("parameters", "active_parameters", "trainable_parameters")
     added = Counter(more.gradient_bytes) - Counter(few.gradient_bytes)
     repeats = (layers - slices[1]) / (slices[1] - slices[0])
     gradients = [*more.gradient_bytes, *(size for size, count in added.items() for _ in range(round(count * repeats)))]
@@ -197,9 +201,10 @@ def from_slices(
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
-    held = stored.kept(slices[1] * sizes.layer, sizes.outside)
+    weights = sizes.of_first(slices[1])
+    held = stored.kept(weights - sizes.outside, sizes.outside)
     if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
-        held += stored.gathered * (slices[1] * sizes.layer + sizes.outside)
+        held += stored.gathered * weights
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,

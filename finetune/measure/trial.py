@@ -247,7 +247,8 @@ class Trial:
             steps=float(planned if planned > 0 else plan.steps_per_epoch * epochs),
             peak_memory_bytes=self.memory.peak_bytes(),
             memory_bytes=None if job.hardware.memory_gib is None else job.hardware.memory_gib * 2**30,
-            parameters=_parameter_count(job),
+            parameters=job.size.parameters,
+            active_parameters=job.size.active_parameters,
             trainable_parameters=job.size.trainable_parameters,
             gradient_bytes=[p.numel() * p.element_size() for p in trained],
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
@@ -266,13 +267,6 @@ def optimizer_state_bytes(trainer: SFTTrainer) -> int:
     assert trainer.optimizer is not None
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
     return sum(eight_bit.local_bytes(value) for value in values if torch.is_tensor(value))
-
-
-def _parameter_count(job: Job) -> int:
-    """All parameters of the model; 4-bit weights count as unpacked."""
-    embedding, head = job.model.get_input_embeddings(), job.model.get_output_embeddings()
-    tied = head is not None and embedding.weight is head.weight
-    return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
 
 
 def _longest_of(layout: Layout) -> Layout:

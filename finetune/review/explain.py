@@ -17,7 +17,7 @@ GROUPS = {
     ),
     "Is a second GPU worth it?": ("efficiency",),
     "Does it fit?": ("memory-near-limit", "memory-uneven"),
-    "Is it healthy?": ("not-finite", "diverging", "spikes", "clipping"),
+    "Is it healthy?": ("not-finite", "diverging", "spikes", "clipping", "collapsed-routing"),
     "Is it learning?": ("frozen", "updates-lost", "plateau", "too-slow", "overfitting"),
     "Is the data what you think?": ("leak", "rows-lost", "similar-steps"),
     "Is a rank stuck?": ("hang",),

@@ -172,6 +172,7 @@ def start(
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
+    verdicts += core.run(patches.EVERY, without)
     for optimizer in optimizers:
         verdicts += core.run(patches.OPTIMIZERS.get(optimizer, ()), without)
     quiet_libraries(log_level)
@@ -197,7 +198,7 @@ def _check_strategy() -> None:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise UserError(
                 f"The accelerate profile asks for {strategy}, which this program does not take from a profile. Launch "
-                "with a profile from accelerate_configs/, such as ddp_2.yaml; for a model larger than one GPU add "
+                "with `torchrun --standalone --nproc_per_node 2`, on 2 GPUs; for a model larger than one GPU add "
                 "`--training.strategy shard`, which shards it with FSDP2."
             )
 

@@ -169,9 +169,14 @@ def requested_help(argv: Sequence[str], general: str) -> str | None:
 
 def without_json(arguments: Sequence[str]) -> list[str]:
     """The arguments without `--json PATH`, for processes that a command starts."""
-    kept = [word for word in arguments if not word.startswith("--json=")]
-    if "--json" in kept:
-        place = kept.index("--json")
+    return without_option("--json", arguments)
+
+
+def without_option(name: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments without an option and its value."""
+    kept = [word for word in arguments if not word.startswith(f"{name}=")]
+    if name in kept:
+        place = kept.index(name)
         kept = kept[:place] + kept[place + 2 :]
     return kept
 

@@ -158,6 +158,45 @@ METRICS = (
         "others further, which is right on average.",
     ),
     Metric(
+        name="expert_load_max",
+        tag="2 health/busiest expert [x even]",
+        unit="x even",
+        meaning="Tokens of a layer's busiest expert, by those of evenly used experts: mean over the layers of a "
+        "mixture of experts. 1 is even; the most is the number of experts by those per token. Counted since the last "
+        "record, without padding.",
+    ),
+    Metric(
+        name="expert_load_max_worst",
+        tag="2 health/busiest of a layer [x even]",
+        unit="x even",
+        meaning="The same of the layer in which it is the most.",
+    ),
+    Metric(
+        name="expert_load_min",
+        tag="2 health/least busy expert [x even]",
+        unit="x even",
+        meaning="Tokens of a layer's least busy expert, by those of evenly used experts: mean over layers.",
+    ),
+    Metric(
+        name="expert_load_min_worst",
+        tag="2 health/least busy of a layer [x even]",
+        unit="x even",
+        meaning="The same of the layer in which it is the least.",
+    ),
+    Metric(
+        name="experts_unused",
+        tag="2 health/experts unused [0-1]",
+        unit="0-1",
+        meaning="Share of the experts of all layers that no token was routed to since the last record. If most are "
+        "unused, routing has collapsed; a few are in records of few tokens.",
+    ),
+    Metric(
+        name="expert_load",
+        tag="2 health/load of experts [x even]",
+        unit="x even",
+        meaning="Histogram of the experts of all layers by their tokens, in units of evenly used experts.",
+    ),
+    Metric(
         name="learning_rate",
         tag="2 health/learning rate",
         unit="",
@@ -196,7 +235,8 @@ METRICS = (
         name="mfu",
         tag="3 speed/MFU [0-1]",
         unit="0-1",
-        meaning="Model FLOPs utilization: the model's own floating-point operations by the peak rate of the GPUs.",
+        meaning="Model FLOPs utilization: the model's own floating-point operations by the peak rate of the GPUs. Of "
+        "a mixture of experts, those of the experts that a token is routed to.",
         also=("speed/MFU (fraction of peak)",),
     ),
     Metric(

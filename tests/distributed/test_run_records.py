@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetune.engine.monitoring import tensorboard_pages
 from finetune.review import review
 from finetune.review.page import html
-from finetune.runtime.tags import PHASES, tag
+from finetune.runtime.tags import BY_NAME, PHASES, tag
+from tests.cases import models
 from tests.helpers import launch
 
 pytestmark = pytest.mark.process
@@ -59,6 +60,30 @@ def test_charts_have_a_point_for_each_step(run: tuple[Path, dict]) -> None:
         events.Tags()["tensors"]
     )
     assert events.Tags()["images"] == ["5 ranks/a typical step"]
+
+
+def test_two_ranks_count_the_tokens_of_experts_as_one(tiny_data: Path, tmp_path: Path) -> None:
+    """Both also accumulate, and pad their micro-batches differently. No dense run has these charts."""
+    model = models.make("moe", tmp_path / "moe")
+    names = [name for name in BY_NAME if name.startswith("expert")]
+    found = {}
+    for how in ("1 rank", "2 ranks"):
+        out = tmp_path / how.replace(" ", "-")
+        extra = ["--training.router_aux_loss_coef", "0", "--training.per_device_train_batch_size", "1"]
+        words = [*arguments(model, tiny_data, 3), *extra, "--logging.logging_steps", "3"]
+        launch.train(how, words, out=out, cache=tmp_path)
+        events = events_of(out)
+        found[how] = {name: events.Scalars(tag(name))[0].value for name in names if name != "expert_load"}
+        assert [event.step for event in events.Histograms(tag("expert_load"))] == [3]
+    assert len(found["1 rank"]) == 5 and found["2 ranks"] == found["1 rank"]
+    assert 1 < found["1 rank"]["expert_load_max"] <= found["1 rank"]["expert_load_max_worst"] <= 2
+
+
+def test_a_dense_run_has_no_charts_of_experts(run: tuple[Path, dict]) -> None:
+    out, found = run
+    tags = {one for kind in events_of(out).Tags().values() if isinstance(kind, list) for one in kind}
+    assert not tags & {BY_NAME[name].tag for name in BY_NAME if name.startswith("expert")}
+    assert found["experts"] is None and found["parameters"] == found["active_parameters"]
 
 
 def test_phases_sum_to_the_step_in_charts_and_on_each_rank(run: tuple[Path, dict]) -> None:

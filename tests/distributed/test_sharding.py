@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.runtime.tags import tag
+from tests.cases import models
 from tests.distributed.test_parity import arguments, faulty, prove
+from tests.distributed.test_run_records import events_of
 from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
@@ -122,6 +125,25 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
         assert apart(one, tmp_path / folder) < 2e-5
 
 
+def test_a_fully_trained_mixture_of_experts_resumes_sharded_and_whole(tiny_data: Path, tmp_path: Path) -> None:
+    """Its files have a tensor for each expert, the model a stack of them. The experts' tokens are counted alike."""
+    model = models.make("moe", tmp_path / "moe")
+    full = ("--model.full_finetuning", "--training.learning_rate", "1e-3", "--training.router_aux_loss_coef", "0")
+    words = settings(model, tiny_data, *full, "--training.global_batch_size", "4", "--logging.logging_steps", "6")
+    words += ["--training.per_device_train_batch_size", "2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    sharded = launch.train("2 ranks", [*words, *SHARD], out=two, cache=tmp_path)
+    assert worst(single["losses"], sharded["losses"]) < 1e-4 and apart(one, two) < 1e-4
+    load = [events_of(out).Scalars(tag("expert_load_max"))[0].value for out in (one, two)]
+    assert load[0] == pytest.approx(load[1], rel=0.05) and load[0] > 1
+    back = resumed("1 rank", words, two, tmp_path / "shard to one", tmp_path)
+    forth = resumed("2 ranks", [*words, *SHARD], two, tmp_path / "shard to shard", tmp_path)
+    for run, folder in ((back, "shard to one"), (forth, "shard to shard")):
+        assert worst(sharded["losses"][3:], run["losses"]) < 1e-4
+        assert apart(two, tmp_path / folder) < 1e-4
+
+
 @pytest.mark.campaign
 def test_a_run_goes_on_from_sharded_to_ddp_and_back(tied_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """On two ranks both times; the losses are those of the runs that were not interrupted."""
@@ -217,6 +239,83 @@ def test_lora_and_its_checkpoints_do_not_depend_on_sharding(tiny_model: Path, ti
     assert all(bool(value.abs().sum(-1).all()) for key, value in adapter.items() if "lora_B" in key)
     again = resumed("2 ranks", [*words, *SHARD], two, tmp_path / "again", tmp_path)
     assert again["losses"] == sharded["losses"][3:] and apart(two, tmp_path / "again") < 1e-6
+
+
+# Experts of `mixture`: one for the tokens "Z", which a single row has, and one for no token.
+RARE, IDLE, EXPERTS = 1, 3, 8
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss of eight experts, with its rows in rows.jsonl."""
+    folder = tmp_path_factory.mktemp("mixture")
+    tokenizer: Any = tiny.make_tokenizer(folder)
+    model = tiny.make_moe("GptOss", vocab_size=len(tokenizer), num_local_experts=EXPERTS)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("Z"), 0] = 50
+        for layer in model.model.layers:
+            layer.mlp.router.weight[:, 0] = 0
+            layer.mlp.router.weight[RARE] = 10 * torch.eye(32)[0]
+            layer.mlp.router.bias[RARE] = -5
+            layer.mlp.router.bias[IDLE] = -1000
+    model.save_pretrained(folder)
+    rows = tiny.make_rows(folder / "rows.jsonl", 12, longest=12).read_text().splitlines()
+    rows[4] = rows[4].replace('"role": "assistant", "content": "', '"role": "assistant", "content": "ZZZ ')
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    for number, row in enumerate(rows):
+        ids = tokenizer.apply_chat_template(json.loads(row)["messages"], return_tensors="pt", return_dict=False)
+        chosen: set[int] = set()
+        with torch.no_grad():
+            for logits in model(ids, output_router_logits=True).router_logits:
+                chosen.update(logits.topk(tiny.CHOSEN).indices.flatten().tolist())
+        assert (RARE in chosen, IDLE in chosen) == (number == 4, False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "full"])
+def test_experts_without_a_token(mixture: Path, tmp_path: Path, kind: str) -> None:
+    """One expert has tokens on one rank in one step, another none at all: no rank waits, the first is trained as on one
+    rank, the second stays as it was to the bit. Also where DDP is resumed sharded, and the other way."""
+    words = ["--model.model_name_or_path", str(mixture), "--data.train_file", str(mixture / "rows.jsonl"), *PLAIN]
+    words += [
+        "--training.global_batch_size",
+        "4",
+        "--training.per_device_train_batch_size",
+        "1",
+        "--training.max_steps",
+    ]
+    words += [str(STEPS), "--training.save_steps", "3", "--training.learning_rate", "1e-2", "--training.warmup_steps"]
+    words += ["0", "--training.weight_decay", "0", "--logging.generate_samples", "0"]
+    words += ["--model.full_finetuning"] if kind == "full" else []
+    one, two, again = tmp_path / "one", tmp_path / "two", tmp_path / "again"
+    strategies = ((), SHARD) if kind == "LoRA" else (SHARD, ())
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    whole = launch.train("2 ranks", [*words, *strategies[0]], out=two, cache=tmp_path)
+    half = resumed("2 ranks", [*words, *strategies[1]], two, again, tmp_path)
+    assert half["resumed_from"].endswith("checkpoint-3")
+    assert [one["sharding"] is not None for one in (whole, half)] == [kind == "full", kind == "LoRA"]
+    assert worst(single["losses"], whole["losses"]) < 1e-5 and worst(single["losses"][3:], half["losses"]) < 1e-5
+    before = weights(mixture) if kind == "full" else weights(one / "checkpoint-3")
+    for folder in (one, two, again):
+        assert apart(one, folder) < 1e-5
+        stacked = {name: value for name, value in weights(folder).items() if "experts" in name and "bias" not in name}
+        assert len(stacked) == (4 if kind == "full" else 8)
+        for name, value in stacked.items():
+            after, was = by_expert(name, value), by_expert(name, before[name])
+            assert torch.equal(after[IDLE], was[IDLE]), name
+            assert not torch.equal(after[RARE], was[RARE]) or "lora_A" in name, name
+            changed = [not torch.equal(*pair) for pair in zip(after, was, strict=True)]
+            assert sum(changed) == EXPERTS - 1 or "lora" in name, name
+            if "lora_B" in name:  # from zero
+                assert [bool(part.any()) for part in after] == [expert != IDLE for expert in range(EXPERTS)]
+
+
+def by_expert(name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """The part of each expert: PEFT has A as [experts x rank, in], and B as [out, rank x experts]."""
+    if "lora_A" in name:
+        return list(value.unflatten(0, (EXPERTS, -1)))
+    return list(value.unflatten(1, (-1, EXPERTS)).movedim(2, 0)) if "lora_B" in name else list(value)
 
 
 @pytest.mark.parametrize(

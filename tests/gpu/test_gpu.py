@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import launch, tiny
+from tests.helpers import experts, launch, tiny
 
 # Not "error": torchao, which only an installation for GPUs has, warns while it is imported.
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
@@ -302,6 +303,44 @@ def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> 
     assert ("liger" in model.model.layers[0].mlp.forward.__func__.__module__) == (gate == "silu")
     for one, other in zip(step(), before, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", experts.KINDS)
+def test_experts_with_adapters_compute_what_peft_does(kind: str) -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: loss and gradients in float32."""
+    model = experts.with_adapter(experts.model_of(kind, **experts.KINDS[kind]), experts.BOTH).cuda()
+    assert experts.check_equal(model) > 0
+
+
+@pytest.mark.gpu
+def test_experts_in_bfloat16_compute_what_they_do_on_a_cpu() -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: also an expert that has no token, whose gradients are zeros."""
+    import torch
+
+    from finetune.engine.kernels.grouped_experts import Experts, _Experts
+
+    torch.manual_seed(0)
+    number, tokens, k, m, rank = 6, 96, 64, 48, 16
+    module = SimpleNamespace(
+        gate_up_proj=torch.randn(number, 2 * m, k) / k**0.5, down_proj=torch.randn(number, k, m) / m**0.5
+    )
+    shapes = [(number, rank, k), (number, rank, 2 * m), (number, rank, m), (number, rank, k)]
+    inputs = [torch.randn(tokens, k), torch.rand(tokens, 2), *(torch.randn(*shape) / 8 for shape in shapes)]
+    chosen = torch.stack([torch.randperm(number - 1)[:2] for _ in range(tokens)])
+    gradient = torch.randn(tokens, k)
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        own = SimpleNamespace(**{name: one.to(device, dtype) for name, one in vars(module).items()})
+        x, weights, *factors = (one.detach().to(device, dtype).requires_grad_() for one in inputs)
+        y = _Experts.apply(x, weights, chosen.to(device), Experts(own, (0.5, 2.0)), *factors)
+        y.backward(gradient.to(device, dtype))
+        found.append([y.detach(), *(one.grad for one in (x, weights, *factors))])
+    for exact, one in zip(*found, strict=True):
+        one = one.cpu().float()
+        assert torch.nn.functional.cosine_similarity(exact.flatten(), one.flatten(), dim=0) > 0.9995
+        assert one.norm() == pytest.approx(float(exact.norm()), rel=0.01)
+    assert all(bool((one[-1] == 0).all()) for one in found[1][3:])
 
 
 @pytest.mark.gpu

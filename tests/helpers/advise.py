@@ -102,6 +102,7 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
         peak_memory_bytes=1e9,
         memory_bytes=80e9,
         parameters=1_000_000_000,
+        active_parameters=1_000_000_000,
         trainable_parameters=10_000_000,
         gradient_bytes=[40_000_000],
         gradient_dtype="float32",

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from finetune import train
+from finetune.engine.checkpoint import checkpoints
 from finetune.engine.session import building
 
 
@@ -82,3 +83,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[N
         yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+def make_checkpoint(output: Path, step: int) -> Path:
+    """A checkpoint with a file that is no model's."""
+    target = output / f"checkpoint-{step}"
+    with checkpoints.staging(target) as folder:
+        (folder / "weights.bin").write_bytes(b"x" * 100)
+        checkpoints.seal(folder, {"step": step, "plan": "p"})
+    return target

@@ -121,6 +121,23 @@ def conversation_file(path: Path, count: int, *, seed: int, words: tuple[int, in
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def make_experts(folder: Path) -> None:
+    """A mixture of 16 experts, two for each token."""
+    import torch
+    import transformers
+
+    tokenizer = tiny.make_tokenizer(folder)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False, "num_experts": 16, "num_experts_per_tok": 2, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**shape)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 EVERY_RUN = {
@@ -192,6 +209,20 @@ RUNS: dict[str, Fixture] = {
     "nan": Fixture("not-finite", rows=training_only, fault={"FAULT": "not finite", "FAULT_STEPS": "47"}, code=1),
     "spikes": Fixture("spikes", rows=training_only, fault={"FAULT": "spikes", "FAULT_STEPS": "43,58,66"}),
     "frozen": Fixture("frozen", rows=training_only, fault={"FAULT": "frozen"}),
+    "healthy-experts": Fixture(
+        None,
+        ranks=1,
+        model="experts",
+        rows=training_only,
+        settings=FULL | {"training.learning_rate": "1e-3", "training.router_aux_loss_coef": "0.1"},
+    ),
+    "collapsed-routing": Fixture(
+        "collapsed-routing",
+        ranks=1,
+        model="experts",
+        rows=training_only,
+        settings=FULL | {"training.learning_rate": "5e-2", "training.router_aux_loss_coef": "0"},
+    ),
     "leak": Fixture("leak", rows=leaked, settings=EVALUATED),
     "rows-lost": Fixture("rows-lost", rows=without_answers),
     "overfitting": Fixture(
@@ -207,7 +238,10 @@ def record(name: str, out: Path, **settings: str) -> Path:
     fixture = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="review-") as scratch:
         folder = Path(scratch)
-        tiny.make_model(folder / "model", **MODELS[fixture.model])
+        if fixture.model == "experts":
+            make_experts(folder / "model")
+        else:
+            tiny.make_model(folder / "model", **MODELS[fixture.model])
         assert fixture.rows is not None
         fixture.rows(folder)
         given = EVERY_RUN | fixture.settings | settings

@@ -155,6 +155,6 @@ def test_a_report_tells_what_ran(folder: Path, tmp_path: Path, browser: Any) -> 
     found = next(one for one in reviewed["runs"] if one["run"] == "leak")
     box = seen.page.locator("[data-explains=leak]")
     box.locator("summary").click()
-    assert found["findings"][0]["evidence"] in text and "--explain leak" in box.inner_text()
+    assert found["findings"][0]["evidence"] in text and "finetune review --explain leak" in box.inner_text()
     assert seen.errors == [] and seen.hosts == {""}
     seen.page.close()

@@ -37,6 +37,13 @@ def test_records_that_examples_name_are_there() -> None:
     assert len(files) > 15 and [path for path in files if not (ROOT / path).exists()] == []
 
 
+def test_explanations_send_nobody_to_a_file_of_the_checkout() -> None:
+    """Who installed a wheel has no docs/: the Review tab, the report and `--explain` have the whole text."""
+    tab = (ROOT / "finetune" / "review" / "board" / "tab.js").read_text(encoding="utf-8")
+    shown = [text for one in EXPLANATIONS.values() for text in (one.question, *one.parts().values())]
+    assert [text for text in [tab, *shown] if "docs/" in text] == []
+
+
 def test_explain_prints_one_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--explain", "host-bound"]) == 0
     shown = capsys.readouterr().out

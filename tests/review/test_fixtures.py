@@ -12,7 +12,7 @@ import pytest
 
 from finetune.review import review
 from finetune.review import run as runs
-from finetune.review.rules import RULES, curve, data, learning, memory, ranks, speed, straggler, timing
+from finetune.review.rules import RULES, curve, data, learning, memory, ranks, routing, speed, straggler, timing
 from finetune.review.run import Run
 from tests.review import record
 
@@ -109,6 +109,7 @@ CALIBRATED = {
     "too-slow": (fall_in_last_tenth, lambda run: learning.SLOW_FALL),
     "overfitting": (learning.overfit, lambda run: learning.OVERFIT - 1),
     "updates-lost": (learning.unchanged, lambda run: learning.UNCHANGED),
+    "collapsed-routing": (routing.unused, lambda run: routing.UNUSED),
     "similar-steps": (
         lambda run: (
             None
@@ -134,6 +135,14 @@ def test_host_lead_and_memory_of_healthy_gpus_are_far_from_the_thresholds() -> N
         lead, full = speed.host_lead(run), memory.fullest(run)
         assert not run.on_gpus or lead is None or lead >= 3 * speed.HOST_LEAD
         assert full is None or full < memory.FULL
+
+
+def test_tokens_of_a_healthy_mixture_of_experts_are_far_from_being_on_one() -> None:
+    known = [found for run in healthy() if (found := routing.share_on_one(run)) is not None]
+    assert known and all(2 * found <= routing.ON_ONE for found in known)
+    collapsed = runs.read(record.FIXTURES / "collapsed-routing")
+    assert (routing.share_on_one(collapsed) or 0) > routing.ON_ONE
+    assert (routing.unused(collapsed) or 0) > routing.UNUSED
 
 
 # --- recorded anew ----------------------------------------------------------------------------------------------------

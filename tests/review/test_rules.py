@@ -43,6 +43,20 @@ def linear(count: int = 200, noise: float = 0.01) -> np.ndarray:
     return np.linspace(3, 1, count) + np.random.default_rng(2).normal(0, noise, count)
 
 
+def routed(
+    *,
+    unused: list[float],
+    busiest: list[float],
+    tokens: float = 80.0,
+    experts: dict[str, int] | None = {"layers": 4, "per_layer": 16, "per_token": 2},  # noqa: B006 - not changed
+) -> Run:
+    """A mixture of experts, by its records of `tokens` each."""
+    steps = [10 * (place + 1) for place in range(len(unused))]
+    seen = [tokens * (place + 1) for place in range(len(unused))]
+    series = {"experts_unused": unused, "expert_load_max": busiest, "tokens_seen": seen}
+    return run(series={name: (steps, values) for name, values in series.items()}, record={"experts": experts})
+
+
 CONSTANT_RATE = {"learning_rate": ([1, 200], [1e-3, 1e-3])}
 CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
 FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
@@ -128,6 +142,10 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(record={"ledger": {"eval": ROWS | {"truncated": 900}}}),
     ],
     "updates-lost": [lambda: run(series={"weights_unchanged": ([10, 20, 30], [0.1, 0.21, 0.9])})],
+    "collapsed-routing": [
+        lambda: routed(unused=[0.0, 0.0, 0.1, 0.5, 0.5, 0.6], busiest=[2.0] * 6),
+        lambda: routed(unused=[0.0] * 6, busiest=[2.0, 2.0, 3.0, 7.3, 7.3, 7.3]),
+    ],
     "similar-steps": [lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.6, "sd_random_order": 5.0}})],
 }  # fmt: skip
 
@@ -234,6 +252,12 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(
             series={"weights_unchanged": ([10, 20], [0.9, 0.9])}, record={"master_weights": {"kind": "stochastic"}}
         ),
+    ],
+    "collapsed-routing": [
+        lambda: routed(unused=[0.5, 0.5, 0.5, 0.49, 0.49, 0.6], busiest=[7.9, 7.9, 7.9, 7.1, 7.1, 7.1]),
+        lambda: routed(unused=[0.9] * 6, busiest=[2.0] * 6, tokens=79),  # of which an expert would have 9.9
+        lambda: routed(unused=[0.9] * 2, busiest=[8.0] * 2),  # two records prove little
+        lambda: routed(unused=[0.9] * 6, busiest=[8.0] * 6, experts=None),
     ],
     "similar-steps": [
         lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.4, "sd_random_order": 5.0}}),

@@ -355,7 +355,7 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> None:
     """Set what Unsloth's or transformers' attention and MLP modules call."""
     mine = {name for name, child in module.named_children() if ours(child)}
     own = vars(module)
-    if {"gate_proj", "up_proj", "down_proj"} <= mine and _is_silu(getattr(module, "act_fn", None)):
+    if {"gate_proj", "up_proj", "down_proj"} <= mine and is_silu(getattr(module, "act_fn", None)):
         if "_unsloth_forward" not in own:  # a tiled MLP stays tiled
             module.forward = types.MethodType(_mlp, module)
     if "apply_qkv" in own and {"q_proj", "k_proj", "v_proj"} <= mine:
@@ -364,5 +364,5 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> None:
         module.apply_o = _attention_output
 
 
-def _is_silu(function: object) -> bool:
+def is_silu(function: object) -> bool:
     return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"

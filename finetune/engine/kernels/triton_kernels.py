@@ -44,7 +44,7 @@ def quantize(x: torch.Tensor, form: torch.dtype, largest: float, smallest: float
 
 
 @triton.jit
-def _left(left, left_row, row, rows, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
+def left_rows(left, left_row, row, rows, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
     """These rows of a term's left factor."""
     k = tl.arange(0, PADDED)
     inside = (row < rows)[:, None] & (k < RANK)[None, :]
@@ -52,7 +52,7 @@ def _left(left, left_row, row, rows, RANK: tl.constexpr, PADDED: tl.constexpr): 
 
 
 @triton.jit
-def _right(right, right_rank, right_column, column, columns, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
+def right_part(right, right_rank, right_column, column, columns, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
     """These columns of a term's right factor."""
     k = tl.arange(0, PADDED)
     inside = (k < RANK)[:, None] & (column < columns)[None, :]
@@ -78,9 +78,9 @@ def _silu_forward(
     part = tl.program_id(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     if GATE_RANK > 0:
-        left_of_gate = _left(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
+        left_of_gate = left_rows(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
     if UP_RANK > 0:
-        left_of_up = _left(up_left, up_left_row, row, rows, UP_RANK, PADDED)
+        left_of_up = left_rows(up_left, up_left_row, row, rows, UP_RANK, PADDED)
     product = tl.zeros([ROWS, PADDED], tl.float32)
     begin, end = _part(columns, COLUMNS, part, tl.num_programs(0))
     for at in tl.range(begin, end, COLUMNS, num_stages=STAGES):
@@ -90,17 +90,17 @@ def _silu_forward(
         g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
         if GATE_RANK > 0:
-            right = _right(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
+            right = right_part(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
             g += gate_scaling * tl.dot(left_of_gate, right, input_precision=PRECISION)
         if UP_RANK > 0:
-            right = _right(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
+            right = right_part(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
             u += up_scaling * tl.dot(left_of_up, right, input_precision=PRECISION)
         # Rounded before the product, as transformers does.
         kind = h.dtype.element_ty
         both = ((g * tl.sigmoid(g)).to(kind).to(tl.float32) * u).to(kind)
         tl.store(h + offsets, both, mask=inside)
         if DOWN_RANK > 0:
-            right = _right(down, down_rank_stride, down_column, column, columns, DOWN_RANK, PADDED)
+            right = right_part(down, down_rank_stride, down_column, column, columns, DOWN_RANK, PADDED)
             product += tl.dot(both, tl.trans(right), input_precision=PRECISION)
     if DOWN_RANK > 0:
         k = tl.arange(0, PADDED)
@@ -131,13 +131,13 @@ def _silu_backward(
     part = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if GATE_RANK > 0:
-        right_of_gate = _right(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
+        right_of_gate = right_part(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
         gate_product = tl.zeros([PADDED, COLUMNS], tl.float32)
     if UP_RANK > 0:
-        right_of_up = _right(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
+        right_of_up = right_part(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
         up_product = tl.zeros([PADDED, COLUMNS], tl.float32)
     if DH_RANK > 0:
-        right_of_dh = _right(dh_right, dh_right_rank, dh_right_column, column, columns, DH_RANK, PADDED)
+        right_of_dh = right_part(dh_right, dh_right_rank, dh_right_column, column, columns, DH_RANK, PADDED)
         dh_product = tl.zeros([PADDED, COLUMNS], tl.float32)
     kind = dgate.dtype.element_ty
     begin, end = _part(rows, ROWS, part, tl.num_programs(1))
@@ -149,13 +149,13 @@ def _silu_backward(
         u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
         if GATE_RANK > 0:
-            left_of_gate = _left(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
+            left_of_gate = left_rows(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
             g += gate_scaling * tl.dot(left_of_gate, right_of_gate, input_precision=PRECISION)
         if UP_RANK > 0:
-            left_of_up = _left(up_left, up_left_row, row, rows, UP_RANK, PADDED)
+            left_of_up = left_rows(up_left, up_left_row, row, rows, UP_RANK, PADDED)
             u += up_scaling * tl.dot(left_of_up, right_of_up, input_precision=PRECISION)
         if DH_RANK > 0:
-            left_of_dh = _left(dh_left, dh_left_row, row, rows, DH_RANK, PADDED)
+            left_of_dh = left_rows(dh_left, dh_left_row, row, rows, DH_RANK, PADDED)
             d += dh_scaling * tl.dot(left_of_dh, right_of_dh, input_precision=PRECISION)
         sigmoid = tl.sigmoid(g)
         silu = g * sigmoid

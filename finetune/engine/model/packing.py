@@ -85,7 +85,7 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
 @torch.no_grad()
 def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     """Whether the logits of a packed document change with the document before it. Not every model of transformers
-    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not).
+    passes the position ids on to where the mask is made (OPT and BioGPT do not).
 
     Args:
         dtype: that the run computes in.

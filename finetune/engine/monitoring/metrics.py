@@ -6,15 +6,39 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """What the floating-point operations of a step depend on."""
 
-    matmul_parameters: int  # weights that multiply every token: all but the input embedding, the output head included
+    parameters: int
+    active_parameters: int  # that one token uses: all but the experts that it is not routed to
+    matmul_parameters: int  # of the active ones, those that multiply it: all but the input embedding
     trainable_parameters: int
+    active_trainable_parameters: int
     layers: int
     hidden: int
+
+    @property
+    def text(self) -> str:
+        """`30.5 B parameters, 3.35 B active per token`."""
+        return parameters_text(self.parameters, self.active_parameters)
+
+
+def parameters_text(total: int, active: int | None = None) -> str:
+    """Parameters of a model, and of a mixture of experts those that a token uses."""
+    routed = f", {_abbreviated(active)} active per token" if active is not None and active < total else ""
+    return f"{_abbreviated(total)} parameters{routed}"
+
+
+def _abbreviated(count: int) -> str:
+    """`30.5 B`, `164 M`, `13.9 K`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= 0.9995 * size:
+            return f"{count / size:,.0f} {letter}" if count >= 100 * size else f"{count / size:.3g} {letter}"
+    return str(count)
 
 
 def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> float:
@@ -22,13 +46,15 @@ def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> flo
     2204.02311, appendix B), with frozen weights counted as frozen.
 
     Per token, each weight costs 2 forward, 2 for the gradient of its input, and 2 more for its own gradient where it is
-    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward.
+    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward. Of routed
+    experts and their adapters those count that the token is routed to, as in Megatron-LM's
+    `num_floating_point_operations`.
 
     Args:
         tokens: real tokens, padding excluded.
         squared_lengths: sum over documents of length squared.
     """
-    per_token = 4 * size.matmul_parameters + 2 * size.trainable_parameters
+    per_token = 4 * size.matmul_parameters + 2 * size.active_trainable_parameters
     return float(per_token) * tokens + 6.0 * size.layers * size.hidden * squared_lengths
 
 
@@ -37,6 +63,30 @@ def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> f
     if peak_tflops is None or seconds <= 0:
         return None
     return flops / seconds / (gpus * peak_tflops * 1e12)
+
+
+def expert_loads(tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """The load of each expert of all layers: its tokens, by those that it had if all of its layer were used evenly.
+
+    Args:
+        tokens: of each expert, [experts] for each layer; at least one layer, each with a token.
+    """
+    return np.concatenate([one / one.mean() for one in tokens])
+
+
+def expert_load_summary(tokens: Sequence[np.ndarray]) -> dict[str, float]:
+    """What the tokens of each expert amount to, by the names of `runtime.tags`; empty without layers of experts."""
+    if not tokens:
+        return {}
+    loads = [one / one.mean() for one in tokens]
+    most, least = [float(one.max()) for one in loads], [float(one.min()) for one in loads]
+    return {
+        "expert_load_max": statistics.fmean(most),
+        "expert_load_max_worst": max(most),
+        "expert_load_min": statistics.fmean(least),
+        "expert_load_min_worst": min(least),
+        "experts_unused": float(np.mean(np.concatenate(loads) == 0)),
+    }
 
 
 def rate(count: float, seconds: float) -> float | None:

@@ -62,6 +62,7 @@ class StepRecord:
     top1: float | None  # supervised tokens whose label had the highest probability, over all ranks
     entropy: float | None  # summed over supervised tokens of all ranks, in nats
     load_balancing: float | None  # loss of a mixture of experts without its coefficient, summed over steps
+    expert_tokens: list[np.ndarray]  # float64 [experts] of each layer that has several: the tokens of each expert
     unchanged: float | None  # share of the sampled trained weights that the last optimizer step left as they were
 
 
@@ -166,9 +167,11 @@ class Monitor:
         own = self._own_fields(steps, totals, first) | {"wait": waited} | self._memory() | self._statistics()
         norms = [float(norm) for norm in self._norms]
         self._norms.clear()
-        vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
-        fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
-        gpus = gpus_by_rank([vector[len(losses) + len(FIELDS) :] for vector in vectors])
+        counts = self._trainer.statistics.take_expert_counts()
+        vectors = distributed.gather_floats([*losses, *counts, *(own[name] for name in FIELDS), *self._gpu_block()])
+        before = len(losses) + len(counts)
+        fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[before:], strict=False)) for vector in vectors]
+        gpus = gpus_by_rank([vector[before + len(FIELDS) :] for vector in vectors])
         unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
@@ -182,6 +185,7 @@ class Monitor:
             top1=_known_sum(fields, "top1"),
             entropy=_known_sum(fields, "entropy"),
             load_balancing=_known_sum(fields, "load_balancing"),
+            expert_tokens=self._by_layer(np.sum([vector[len(losses) : before] for vector in vectors], axis=0)),
             unchanged=(unchanged or 0) / compared if compared else None,
         )
 
@@ -228,6 +232,12 @@ class Monitor:
             "unchanged": unchanged,
             "compared": compared,
         }
+
+    def _by_layer(self, counts: np.ndarray) -> list[np.ndarray]:
+        """Tokens of each expert, by layer; layers whose experts tell nothing of their choice are left out."""
+        load = self._trainer.statistics.expert_load
+        layers = np.split(counts, np.cumsum(load.sizes)[:-1]) if load is not None else []
+        return [one for one in layers if one.any()]
 
     def _gpu_block(self) -> list[float]:
         """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also

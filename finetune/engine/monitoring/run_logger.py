@@ -252,6 +252,7 @@ class RunLogger(TrainerCallback):
             "token_accuracy": self.token_means.get("mean_token_accuracy"),
             "entropy": self.token_means.get("entropy"),
             "load_balancing_loss": self.token_means.get("aux_loss"),
+            **metrics.expert_load_summary(record.expert_tokens),
             "clipped": clipped,
             "weights_unchanged": record.unchanged,
             "supervised_tokens": supervised / window.steps if supervised else None,
@@ -267,6 +268,8 @@ class RunLogger(TrainerCallback):
             "allocator_retries": sum(rank.allocator_retries for rank in record.ranks),
         }
         self.records.scalars(values, step)
+        if record.expert_tokens and self.records.events:
+            self.records.events.add_histogram(tag("expert_load"), metrics.expert_loads(record.expert_tokens), step)
         self.records.ranks(record.ranks, step)
         evaluating, saving = self.run.evaluation_seconds - evaluated, self.run.saving_seconds - saved
         self.records.record_line(record, step, window.padding, evaluating, saving)

@@ -37,6 +37,16 @@ def attention_used(job: Job, trainer: SFTTrainer) -> JsonObject:
     return found.to_dict()
 
 
+def experts_of(job: Job) -> JsonObject | None:
+    """The routed experts of the model for run.json, and in how many layers they are `grouped_experts`; None if there
+    are none."""
+    from finetune.engine.kernels import grouped_experts
+    from finetune.engine.model import experts
+
+    routed = experts.summary(job.model)
+    return routed and {"grouped": 0} | (grouped_experts.describe(job.model) or {}) | routed
+
+
 def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint: str | None) -> None:
     """Run the start checks and note what is known once the trainer is built. Every rank calls it.
 
@@ -65,7 +75,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
 
     hosts = multinode.hosts()
@@ -85,7 +95,11 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             attention=job.attention.to_dict(),
             layer_kernels=job.layer_kernels.to_dict(),
             master_weights=job.master_weights.to_dict(),
-            lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
+            parameters=job.size.parameters,
+            active_parameters=job.size.active_parameters,
+            trainable_parameters=job.size.trainable_parameters,
+            experts=experts_of(job),
+            lora_coverage=covered.to_dict() if (covered := adapter_coverage.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],

@@ -34,8 +34,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
     from finetune.engine.job import layout_facts
-    from finetune.engine.kernels import fp8
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.kernels import fp8, grouped_experts, liger
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -50,6 +50,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
         f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
+    if job.size.active_parameters < job.size.parameters:
+        print_line(f"Mixture of experts: {job.size.text}")
     row = "row" if job.unpacked_because else "pack"
     length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
     print_line(
@@ -62,8 +64,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
             f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
             f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}"
         )
-    if (covered := adapter_targets.coverage(job.model)) is not None:
-        print_line(f"Adapter on {covered.share:.0%} of the linear weights")
+    if (covered := adapter_coverage.coverage(job.model)) is not None:
+        print_line(covered.summary)
         if covered.warning is not None:
             print_line(f"warning: {covered.warning}", style="yellow")
     if (missing := _missing_exports(job)) is not None:
@@ -77,11 +79,19 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
+    if (experts := grouped_experts.describe(job.model)) is not None and not config.model.full_finetuning:
+        whose = "their adapters" if experts["grouped"] else f"{liger.backend_kernels(job.stack)} and PEFT"
+        print_line(f"Experts in {experts['layers']} layers: grouped products with {whose}")
     rate = scaled_learning_rate(training, batch.global_batch_size)
     if (lost := master_weights.lost_updates_warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
+    quantized = next((key for key in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(config.model, key)), "")
+    if quantized and (kept := adapter_coverage.unquantized_experts(job.model)) is not None:
+        by_unsloth = quantized == "load_in_4bit" and job.stack.backend != "unsloth"
+        remedy = ". On a GPU, model.backend: unsloth quantizes them" if by_unsloth else ""
+        print_line(f"warning: model.{quantized} quantizes linear layers only: {kept}{remedy}", style="yellow")
     if config.model.load_in_fp8:
         print_line(f"FP8: {fp8.summary(job.model)}")
     for verdict in job.stack.patches:

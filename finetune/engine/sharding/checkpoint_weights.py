@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from finetune.engine.checkpoint import tensor_files
+from finetune.engine.checkpoint import converted_weights, tensor_files
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
-from finetune.engine.sharding import shard
+from finetune.engine.sharding import shard, unit_loading
 from finetune.errors import RunError
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import Model
@@ -129,6 +129,9 @@ def load_model(model: Model, checkpoint: Path) -> None:
         stored = tensor_files.TensorFiles(checkpoint, "adapter_model")
         wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     else:
+        if converted_weights.needed(model, checkpoint):
+            _load_converted(model, checkpoint)
+            return
         stored, wanted = tensor_files.TensorFiles(checkpoint, "model"), weights(model)
     for name, target in wanted.items():
         if name not in stored or stored.shape(name) != tuple(target.shape):
@@ -137,3 +140,15 @@ def load_model(model: Model, checkpoint: Path) -> None:
                 "training.strategy: ddp, or start a new run."
             )
         tensor_files.copy_into(target, stored.read_like(name, target))
+
+
+def _load_converted(model: Model, checkpoint: Path) -> None:
+    """Each rank of a machine in turn loads the whole model on its host, and keeps its part."""
+    me = distributed.ranks()
+    turns = max(distributed.gather_objects(me.local_world_size))
+    with unit_loading.one_rank_at_a_time(me.local_rank, turns):
+        found = converted_weights.read(model, checkpoint)
+        for name, target in weights(model).items():
+            span = tensor_files.local_rows(target)
+            tensor_files.copy_into(target, found[name] if span is None else found[name][span[0] : span[1]])
+        del found

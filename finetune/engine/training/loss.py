@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from finetune.data import IGNORE_INDEX
+from finetune.engine.model.expert_load import ExpertLoad
 from finetune.runtime.types import Model
 
 
@@ -40,6 +41,7 @@ class StepStatistics:
         self._loss: torch.Tensor | None = None  # of the step that is trained, so far
         self._token_sums: torch.Tensor | None = None  # likeliest labels, entropy
         self._balancing: torch.Tensor | None = None
+        self.expert_load: ExpertLoad | None = None  # of a mixture of experts
 
     def add_loss(self, loss: torch.Tensor, *, ends_step: bool) -> None:
         """A micro-batch is done."""
@@ -83,7 +85,14 @@ class StepStatistics:
         summed, self._balancing = self._balancing, None
         return None if summed is None else float(summed)
 
+    def take_expert_counts(self) -> list[float]:
+        """This rank's tokens of each expert, layer by layer; the sum over ranks is that of the steps. Empty for a dense
+        model."""
+        return [] if self.expert_load is None else self.expert_load.take()
+
     def forget(self) -> None:
         """Drop everything: it is of passes outside of training, such as trials of a micro-batch."""
+        if self.expert_load is not None:
+            self.expert_load.forget()
         self._losses.clear()
         self._loss = self._token_sums = self._balancing = None

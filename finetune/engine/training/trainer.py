@@ -26,9 +26,16 @@ from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
 from finetune.engine import invariants
-from finetune.engine.checkpoint import best, checkpoints, output_folder, tensor_files, tokenizer_files
+from finetune.engine.checkpoint import (
+    best,
+    checkpoints,
+    converted_weights,
+    output_folder,
+    tensor_files,
+    tokenizer_files,
+)
 from finetune.engine.kernels import attention
-from finetune.engine.model import generation_config, router_loss
+from finetune.engine.model import expert_load, generation_config, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
@@ -109,6 +116,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
         self.load_balancing: router_loss.LoadBalancing | None = None
+        self.statistics = StepStatistics()
         self._uneven = stack.backend == "unsloth" and flash.is_enabled()
         self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
         router_loss.check(model, args.router_aux_loss_coef)
@@ -134,7 +142,7 @@ class SFTTrainer(trl.SFTTrainer):
             # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.model.register_forward_pre_hook(unwrap_host_tensors, with_kwargs=True)
-        self.statistics = StepStatistics()
+        self.statistics.expert_load = expert_load.install(self.model)
         self._buckets = DdpBuckets()
         self._step_tokens: int | None = None  # of all ranks' documents in the step that is trained
         self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
@@ -219,7 +227,7 @@ class SFTTrainer(trl.SFTTrainer):
         """A micro-batch of these rows, on the host."""
         pad = self.processing_class.pad_token_id or 0  # masked, so any token will do
         batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
-        if self.load_balancing is None:
+        if self.statistics.expert_load is None and self.load_balancing is None:
             batch.pop("document_lengths")
         if self.stack.backend == "transformers" and not self._packed_kernel:  # it reads boundaries from position_ids
             batch.pop("packed_seq_lengths", None)
@@ -296,12 +304,18 @@ class SFTTrainer(trl.SFTTrainer):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        if self.load_balancing is None or not torch.is_grad_enabled():
+        if lengths is None or not torch.is_grad_enabled():
             return self._token_loss(model, inputs, num_items_in_batch, **kwargs)
         tokens = inputs["input_ids"].numel()
         share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
-        with self.load_balancing.forward(lengths, tokens, share, self._scale()):
+        with contextlib.ExitStack() as passes:
+            if (load := self.statistics.expert_load) is not None:
+                passes.enter_context(load.forward(lengths, tokens))
+            if self.load_balancing is not None:
+                passes.enter_context(self.load_balancing.forward(lengths, tokens, share, self._scale()))
             loss = self._token_loss(model, inputs, num_items_in_batch, **kwargs)
+        if self.load_balancing is None:
+            return loss
         loss, value = self.load_balancing.attach(loss)
         self.statistics.add_load_balancing(value)
         return loss
@@ -460,6 +474,8 @@ class SFTTrainer(trl.SFTTrainer):
         """As in transformers; of a sharded model each rank reads its part."""
         if self.sharded:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
+        elif converted_weights.needed(self.model, Path(resume_from_checkpoint)):
+            self.model.load_state_dict(converted_weights.read(self.model, Path(resume_from_checkpoint)))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -376,7 +376,7 @@ function findings(parent, run, {rules = {}, inTensorBoard}) {
   }
 }
 
-/** What a rule means, for those who meet it for the first time: the text of docs/review-rules.md. */
+/** What a rule means, for those who meet it for the first time: all that `finetune review --explain` prints. */
 function explanation(parent, rule, {question, parts}) {
   const fold = make(parent, "details", {class: "fold", "data-explains": rule});
   make(fold, "summary", {}, `What does “${rule}” mean?`);
@@ -386,7 +386,7 @@ function explanation(parent, rule, {question, parts}) {
     make(list, "dt", {}, heading);
     make(list, "dd", {}, plain(text));
   }
-  make(fold, "p", {class: "faint"}, `In a terminal: finetune review --explain ${rule}. All rules: docs/review-rules.md.`);
+  make(fold, "p", {class: "faint"}, `In a terminal: finetune review --explain ${rule}.`);
 }
 
 function verdict(parent, run) {

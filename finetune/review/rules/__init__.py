@@ -7,7 +7,7 @@ read of its rules.
 """
 
 from finetune.review.finding import Explanation, Rule
-from finetune.review.rules import data, hang, learning, memory, ranks, speed, straggler
+from finetune.review.rules import data, hang, learning, memory, ranks, routing, speed, straggler
 
 RULES: dict[str, Rule] = {
     "hang": hang.check,
@@ -17,6 +17,7 @@ RULES: dict[str, Rule] = {
     "spikes": learning.spikes,
     "clipping": learning.clipping,
     "updates-lost": learning.updates_lost,
+    "collapsed-routing": routing.collapsed,
     "overfitting": learning.overfitting,
     "leak": data.leak,
     "rows-lost": data.rows_lost,
@@ -39,6 +40,7 @@ RULES: dict[str, Rule] = {
 _EXPLANATIONS: dict[str, Explanation] = {
     **hang.EXPLANATIONS,
     **learning.EXPLANATIONS,
+    **routing.EXPLANATIONS,
     **data.EXPLANATIONS,
     **straggler.EXPLANATIONS,
     **speed.EXPLANATIONS,

@@ -159,6 +159,6 @@ EXPLANATIONS = {
         source="tests/review/fixtures/similar-steps, two CPU ranks",
         remedy="Set training.train_sampling_strategy: random, or data.packing: true, which has no padding to save by "
         "grouping.",
-        brings="A lower held-out loss: grouping by length cost 1.4 % of it on GSM8K (docs/learning.md).",
+        brings="A lower held-out loss: grouping by length cost 1.4 % of it on GSM8K.",
     ),
 }

@@ -77,7 +77,7 @@ def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"the first at step {first} of {total}",
         ),
         evidence=f"NaN or infinity in {where}. dtype {dtype}, learning rate {_rate_at(run, first)}.",
-        advice=f"{half}{_lower_rate(run)}{from_there}",
+        advice=f"{half}{lower_rate(run)}{from_there}",
         gain=f"{max(total - first + 1, 1)} of {total} steps that train",
         lost=max(total - first + 1, 1) / max(total, 1),
         charts=("loss", "gradient_norm"),
@@ -154,7 +154,7 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         evidence=f"Median loss of the last tenth {number(found.last)}: {found.last / max(found.least, 1e-12):.2f} "
         f"times the lowest, {number(found.least)} at step {found.least_step} (threshold {RISE}); noise "
         f"{number(found.noise)}.",
-        advice=f"{_lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
+        advice=f"{lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
         + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
         gain=f"{number(height)} nats lower loss, and the {counted(total - found.least_step, 'step')} since",
         lost=(total - found.least_step) / max(total, 1),
@@ -370,7 +370,7 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"{percent(share)} of the steps", course),
         evidence=f"{percent(share)} of the steps after warm-up are clipped (threshold {percent(CLIPPED)}): median "
         f"gradient norm {number(usual)}, training.max_grad_norm {number(most) if most else 'not recorded'}; {course}.",
-        advice=f"{_lower_rate(run)}"
+        advice=f"{lower_rate(run)}"
         + (f"; training.max_grad_norm: {number(2 * usual)}" if math.isfinite(usual) else ""),
         gain=f"{percent(share)} of the steps keep the size of their gradient",
         confidence="medium",
@@ -482,7 +482,7 @@ def _rate_at(run: Run, step: int) -> str:
     return number(float(before[-1])) if len(before) else "not recorded"
 
 
-def _lower_rate(run: Run) -> str:
+def lower_rate(run: Run) -> str:
     rate = run.number("config.training.learning_rate")
     if rate is None:
         rates = run.series("learning_rate").finite()

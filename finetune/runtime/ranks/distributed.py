@@ -65,8 +65,8 @@ def ranks() -> Ranks:
         if asked > 1:
             raise UserError(
                 f"accelerate launch was asked for {asked} processes but started one, as it does with "
-                "`distributed_type: MULTI_CPU`. Use a profile from accelerate_configs/ (cpu_2.yaml for two CPU ranks), "
-                "or `distributed_type: MULTI_GPU` with `use_cpu: true`."
+                "`distributed_type: MULTI_CPU`. Launch with `torchrun --standalone --nproc_per_node "
+                f"{asked}`, or set `distributed_type: MULTI_GPU` with `use_cpu: true`."
             )
         return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:

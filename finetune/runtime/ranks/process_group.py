@@ -62,8 +62,8 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     if state.num_processes != me.world_size:
         raise UserError(
             f"The launcher started {me.world_size} processes, but the process group has {state.num_processes}. "
-            "Something initialized accelerate before this program did; launch it with a profile from "
-            "accelerate_configs/."
+            "Something initialized accelerate before this program did; launch it with `torchrun --standalone "
+            f"--nproc_per_node {me.world_size}`."
         )
     with _connection_errors():
         distributed.use_host_group(dist.new_group(backend="gloo", timeout=timeout))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,11 +19,18 @@ from tests.helpers import ROOT
 from tests.helpers.doctor import gpus
 
 
-@pytest.mark.parametrize("file", ["constraints.txt", "constraints-gpu.txt"])
-def test_a_tested_set_of_constraints_has_their_versions(file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "without"),
+    [
+        ("constraints.txt", set()),
+        ("constraints-gpu.txt", set()),
+        ("constraints-oldest.txt", {"unsloth", "unsloth_zoo"}),
+    ],
+)
+def test_a_tested_set_of_constraints_has_their_versions(file: str, without: set[str]) -> None:
     (pinned,) = [one["versions"] for one in tested_sets.read().values() if one.get("from") == file]
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-    assert set(pinned) == set(bootstrap.LIBRARIES)
+    assert set(pinned) == set(bootstrap.LIBRARIES) - without
     assert {f"{name}=={number}" for name, number in pinned.items()} <= set(lines)
 
 
@@ -66,30 +75,30 @@ def test_constraints_pin_what_is_installed_within_its_range(file: str, extras: t
 
 
 def test_every_lower_bound_is_the_oldest_release_that_is_tested() -> None:
-    """Of the dependencies, and of the extras that a CPU can use; of those for GPUs, what the newest releases are."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """Of all that a CPU can use; of the extras for GPUs, what the newest releases are."""
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = content["project"]["optional-dependencies"]
+    for_gpus = [text for name in ("unsloth", "flash", "liger") for text in extras.pop(name)]
+    for_all = [*content["build-system"]["requires"], *content["project"]["dependencies"], *chain(*extras.values())]
 
-    def pinned(file: str) -> dict[str, Version]:
+    def pinned(file: str) -> set[tuple[str, Version]]:
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
         pairs = (line.split("==") for line in lines if not line.startswith("#"))
-        return {canonicalize_name(name): Version(version) for name, version in pairs}
+        return {(canonicalize_name(name), Version(version)) for name, version in pairs}
 
-    def bound(requirement: Requirement) -> Version:
-        (lowest,) = [one.version for one in requirement.specifier if one.operator == ">="]
-        return Version(lowest)
+    def bounds(texts: list[str]) -> set[tuple[str, Version]]:
+        found = [(one.name, each) for one in map(Requirement, texts) for each in one.specifier if each.operator == ">="]
+        assert len(found) == len(texts), "one lower bound each"
+        return {(canonicalize_name(name), Version(bound.version)) for name, bound in found}
 
-    extras, oldest, gpu = (
-        project["optional-dependencies"],
-        pinned("constraints-oldest.txt"),
-        pinned("constraints-gpu.txt"),
-    )
-    for requirement in map(Requirement, [*project["dependencies"], *extras["convert"], *extras["plots"]]):
-        assert oldest[canonicalize_name(requirement.name)] == bound(requirement), requirement
-    for requirement in map(Requirement, extras["dev"]):
-        name = canonicalize_name(requirement.name)
-        assert name not in oldest or oldest[name] == bound(requirement), requirement
-    for requirement in map(Requirement, [*extras["flash"], *extras["liger"], extras["unsloth"][0]]):
-        assert gpu[canonicalize_name(requirement.name)] == bound(requirement), requirement
+    oldest = pinned("constraints-oldest.txt")
+    assert bounds(for_all) == oldest
+    assert bounds(for_gpus) <= oldest | pinned("constraints-gpu.txt")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (installed,) = re.findall(r"install .*-c constraints-oldest\.txt -e '\.\[(.*)\]'", makefile)
+    once_more = {"plots", "convert"}  # what dev has anyway
+    assert set(installed.split(",")) == set(extras) - once_more
+    assert all(set(extras[name]) <= set(extras["dev"]) for name in once_more)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from tests.helpers import tiny
 
 WHOSE = os.environ.get("FINETUNE_TESTS_TRAINER", "finetune")
 pytestmark = [
-    # transformers 5.23 renames it to `activation_checkpointing`; TRL 1.16 sets the old name.
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You are using packing, but the attention implementation is not:UserWarning"),
     pytest.mark.filterwarnings("ignore:Padding-free training is enabled, but the attention:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*chat template.*:UserWarning"),

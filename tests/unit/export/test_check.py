@@ -185,6 +185,14 @@ def test_answers_of_a_check_end_where_the_positions_do(tmp_path: Path, check: Mo
     assert found["passed"] and [one["tokens"] for one in found["answers"]] == [14, 1]
 
 
+def test_llama_cpp_has_what_the_check_uses() -> None:
+    """Of the extra `gguf`, which `make test-oldest` installs."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install '.[gguf]'")
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = "model.gguf", 64, 1, False
+    assert parameters.model.path == "model.gguf" and callable(xllamacpp.Server.handle_completions)
+
+
 def test_experts_are_compared_as_the_reference_chose_them(check: ModuleType) -> None:
     """Scores that are nearly equal may part at any rounding, and the logits with them."""
     before = torch.tensor([[0.5, 0.3, 0.2999, 0.1], [0.6, 0.4, 0.2, 0.1]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import Config
-from finetune.measure import dry_run
+from finetune.measure import dry_run, dry_run_report
 
 
 def test_a_dry_run_that_cannot_measure_ends(
@@ -28,3 +28,9 @@ def test_a_dry_run_that_cannot_measure_ends(
     with dry_run.time_limit(60, Config(), folder):
         pass
     assert codes == [1]
+
+
+def test_the_real_run_gets_no_option_of_the_dry_run() -> None:
+    words = ["--dry-run", "--devices", "2", "--json", "x", "--training.max_steps", "3"]
+    assert dry_run_report.training_arguments(words) == ["--training.max_steps", "3"]
+    assert dry_run_report.training_arguments(["--devices=2", *words[-2:]]) == words[-2:]

@@ -34,6 +34,21 @@ def build(layers: int, folder: Path) -> Any:
     return model
 
 
+def build_glm(layers: int, folder: Path, experts: int = 8) -> Any:
+    """A mixture of experts whose first layer is dense."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = dict(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64, n_routed_experts=experts,
+        num_local_experts=experts, num_experts_per_tok=2, first_k_dense_replace=1, experts_implementation="eager",
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape))
+    model.save_pretrained(folder)
+    return model
+
+
 def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -52,6 +67,37 @@ def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layers", "expected"), [(2, None), (3, (1, 2)), (4, (1, 2)), (5, (2, 4)), (80, (2, 4))])
 def test_how_many_layers_are_measured(layers: int, expected: tuple[int, int] | None) -> None:
     assert slices.slice_layers(layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "dense", "expected"),
+    [(80, 1, (2, 4)), (61, 3, (4, 6)), (5, 1, (2, 4)), (5, 2, None), (4, 1, None), (3, 1, None)],
+)
+def test_slices_have_all_dense_layers(layers: int, dense: int, expected: tuple[int, int] | None) -> None:
+    assert slices.slice_layers(layers, dense) == expected
+
+
+def test_parameters_of_a_mixture_of_experts_from_its_slices(tmp_path: Path) -> None:
+    """All and active ones of a model with a dense layer, extrapolated from slices with that layer."""
+    from finetune.engine.model import experts
+
+    whole = experts.count(build_glm(7, tmp_path / "whole"))
+    sizes = sharding.read_sizes(tmp_path / "whole")
+    correction = 8  # numbers of a layer in the files that are no parameters: e_score_correction_bias
+    assert sizes is not None and sizes.total == whole.total + 6 * correction and sizes.dense_layers == 1
+    cut = slices.slice_layers(7, sizes.dense_layers)
+    assert cut is not None and cut == (2, 4)
+    found = [experts.count(build_glm(layers, tmp_path / str(layers))) for layers in cut]
+    assert [sizes.of_first(layers) - (layers - 1) * correction for layers in cut] == [one.total for one in found]
+    few, more = (
+        replace(
+            measured(layers), parameters=one.total, active_parameters=one.active, trainable_parameters=one.trainable
+        )
+        for layers, one in zip(cut, found, strict=True)
+    )
+    result = slices.extrapolate(few, more, cut, 7, "hub/model")
+    assert (result.parameters, result.active_parameters) == (whole.total, whole.active)
+    assert whole.active < whole.total == result.trainable_parameters
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -108,6 +154,19 @@ def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_
     assert each == hidden if checkpointing else each > 10 * hidden
 
 
+def test_activations_of_experts_are_those_of_the_ones_that_tokens_are_routed_to(tmp_path: Path) -> None:
+    """From slices with the dense layer to the whole; four times as many experts keep little more: two numbers for each
+    of an expert's tokens, and the router's logits."""
+    found = {
+        layers: saved_bytes(Trains(build_glm(layers, tmp_path / str(layers))), Rows(), 2)  # type: ignore[arg-type]
+        for layers in (2, 4, 7)
+    }
+    each = (found[4] - found[2]) / 2
+    assert found[7] == pytest.approx(found[2] + 5 * each, rel=0.02)
+    many = saved_bytes(Trains(build_glm(4, tmp_path / "many", experts=32)), Rows(), 2)  # type: ignore[arg-type]
+    assert many == pytest.approx(found[4], rel=0.1)
+
+
 def test_activations_without_checkpointing_are_counted_with_it_and_it_stays_on(tmp_path: Path) -> None:
     model = build(2, tmp_path / "model")
     plain = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
@@ -133,7 +192,8 @@ def measured(layers: int) -> Measurement:
         optimizer_seconds=0.25 * layers, other_seconds=0.125, start_up_seconds=10.0,
         compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
         steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
-        trainable_parameters=10 * layers, gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
+        active_parameters=100 + 3 * layers, trainable_parameters=10 * layers,
+        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
         as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
     )  # fmt: skip
 

@@ -31,7 +31,8 @@ REPORT = """<testsuites><testsuite tests="4">
 <testcase classname="tests.unit.project.test_ci" name="test_good" time="1"/>
 <testcase classname="tests.unit.project.test_ci" name="test_bad[a.b-1]"><failure message="short">def f():
 E   AttributeError: 'SFTTrainer' has no `_signature_columns`</failure></testcase>
-<testcase classname="" name="tests.unit.test_gone"><error message="collection failure">ImportError: x</error></testcase>
+<testcase classname="" name="tests.unit.project.test_site"><error>ImportError: x</error></testcase>
+<testcase classname="" name="tests.unit.test_gone"><error>ImportError: x</error></testcase>
 <testcase classname="tests.unit.project.test_ci" name="test_left"><skipped/></testcase>
 </testsuite></testsuites>"""
 
@@ -43,25 +44,27 @@ def test_the_first_failed_test_is_named(
     (tmp_path / "report.xml").write_text(REPORT)
     assert script("first_failure").main(tmp_path / "report.xml") == 0
     shown = capsys.readouterr().out
-    assert "4 tests, 2 failed. The first: **`tests/unit/project/test_ci.py::test_bad[a.b-1]`**" in shown
-    assert "_signature_columns" in shown and "- `tests.unit.test_gone`" in shown and "test_good" not in shown
+    assert "5 tests, 3 failed. The first: **`tests/unit/project/test_ci.py::test_bad[a.b-1]`**" in shown
+    assert "_signature_columns" in shown and "test_good" not in shown
+    assert "- `tests/unit/project/test_site.py`\n- `tests.unit.test_gone`\n" in shown, "files that cannot be imported"
 
 
 def test_a_run_without_failures_or_tests(tmp_path: Path) -> None:
     first_failure = script("first_failure")
     (tmp_path / "good.xml").write_text('<testsuite><testcase classname="a" name="b"/></testsuite>')
     (tmp_path / "cut.xml").write_text("<testsuite>")
+    (tmp_path / "empty.xml").write_text('<testsuites><testsuite tests="0"/></testsuites>')
     assert first_failure.failures(tmp_path / "good.xml") == ["1 tests, none failed."]
-    for file in ("cut.xml", "none.xml"):
+    for file in ("cut.xml", "empty.xml", "none.xml"):
         (line,) = first_failure.failures(tmp_path / file)
-        assert line.startswith("No test ran:")
+        assert line.startswith("No test is reported:")
 
 
 @pytest.mark.process
 def test_the_summary_works_when_the_installation_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script("first_failure").main(tmp_path / "none.xml", tmp_path / "no-venv") == 0
     shown = capsys.readouterr().out
-    assert "No test ran:" in shown and "versions unknown" in shown
+    assert "No test is reported:" in shown and "versions unknown" in shown
 
 
 # --- a release --------------------------------------------------------------------------------------------------------

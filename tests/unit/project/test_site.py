@@ -84,3 +84,11 @@ def test_the_site_asks_no_other_host() -> None:
     )
     lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
     assert all("==" in line for line in lines if not line.startswith("#"))
+
+
+def test_what_the_site_cannot_draw_is_not_in_its_pages() -> None:
+    """A diagram would be shown as its source: what draws it would be loaded from another host."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert [page.name for page in pages if "```mermaid" in page.read_text(encoding="utf-8")] == []
+    (style,) = re.findall(r"^extra_css: \[(.+)\]$", (FOLDER / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert (ROOT / style).is_file()

@@ -14,7 +14,7 @@ from finetune.config import help_text
 from finetune.config.schema import SECTIONS
 from finetune.convert import command as convert
 from finetune.errors import UserError
-from finetune.runtime.options import Options, count, counts, requested_help, without_json
+from finetune.runtime.options import Options, count, counts, requested_help, without_json, without_option
 
 OWN = {"advise": advise.own_options(), "convert": convert.own_options()} | {
     f"bench {what}": bench.own_options(what) for what in bench.WHAT
@@ -71,6 +71,7 @@ def test_arguments_without_json() -> None:
     words = ["--a.b", "1", "--json", "x", "--c.d=2"]
     assert without_json(words) == ["--a.b", "1", "--c.d=2"]
     assert without_json(["--json=x", *words[:2]]) == words[:2] and without_json(["--json"]) == []
+    assert without_option("--c.d", words) == words[:-1] and without_option("--a.b", words) == words[2:]
 
 
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)

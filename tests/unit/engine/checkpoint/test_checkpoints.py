@@ -17,7 +17,7 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import files
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import disk
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.runs import make_checkpoint
 
 
 def test_newest_complete_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:

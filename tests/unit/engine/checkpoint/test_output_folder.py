@@ -8,7 +8,7 @@ import pytest
 
 from finetune.engine.checkpoint import checkpoints, output_folder
 from finetune.errors import UserError
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.runs import make_checkpoint
 
 
 def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:

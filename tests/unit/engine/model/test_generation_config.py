@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,7 @@ def test_further_end_tokens_follow_the_model_s_own() -> None:
 def test_what_transformers_refuses_to_save_is_written_as_it_was_loaded(tmp_path: Path) -> None:
     (tmp_path / generation_config.FILE).write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}))
     model = SimpleNamespace(generation_config=GenerationConfig.from_pretrained(str(tmp_path)))
-    with pytest.raises(ValueError, match="invalid"):
+    with contextlib.suppress(ValueError):  # of transformers before 5.24
         model.generation_config.save_pretrained(tmp_path)
     with generation_config.without_model_config(model):
         model.generation_config.save_pretrained(tmp_path)

@@ -100,14 +100,12 @@ def test_each_answer_ends_at_the_limit() -> None:
         ("BloomConfig", False),  # takes no position ids
         ("OPTConfig", False),  # makes its mask without them
         ("BioGptConfig", False),
-        ("FalconConfig", False),
     ],
 )
 def test_models_that_do_not_separate_packed_documents_are_not_packed(
     kind: str, separates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"max_position_embeddings": 512}
-    monkeypatch.setitem(KINDS, "FalconConfig", (TINY | {"alibi": False}, None))
     monkeypatch.setitem(KINDS, kind, (KINDS[kind][0] | more, None))
     torch.manual_seed(0)
     model = made(kind)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from finetune.data.plan import Plan
+from finetune.engine.model.expert_load import ExpertLoad
 from finetune.engine.monitoring import monitor
 from finetune.engine.monitoring.monitor import Monitor, typical_step
 from finetune.engine.training.loss import StepStatistics
@@ -124,6 +125,26 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     assert mine.tokens + other.tokens >= 36 and mine.gpu is None and record.top1 is None
     assert record.unchanged == 0.75  # of the rank that knows
     assert record.load_balancing == 2.25  # of both ranks
+
+
+def test_tokens_of_experts_are_those_of_all_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the one collective of a record. A layer whose experts were not counted is left out."""
+    trainer = FakeTrainer([2.0])
+    load = trainer.statistics.expert_load = ExpertLoad([3, 2, 2])
+    with load.forward(torch.tensor([2, 2, -2]), 6):
+        load.count(torch.tensor([[0], [0], [1], [2], [2], [2]]), 0)
+        load.count(torch.tensor([[0], [1], [1], [1], [0], [0]]), 2)
+    found = make(monkeypatch, [step(0.0, 1.0, 2.0)], trainer)
+
+    def gather(own: list[float]) -> list[list[float]]:
+        assert own[:8] == [2.0, 2.0, 1.0, 1.0, 0.0, 0.0, 1.0, 3.0]
+        return [own, [4.0, 0.0, 5.0, 0.0, 0.0, 0.0, 7.0, 0.0, *own[8:]]]
+
+    monkeypatch.setattr(distributed, "gather_floats", gather)
+    record = found.record()
+    assert [one.tolist() for one in record.expert_tokens] == [[2.0, 6.0, 1.0], [8.0, 3.0]]
+    assert record.losses == [3.0] and record.load_balancing == 1.5  # what follows is in its place
+    assert load.take() == [0.0] * 7
 
 
 def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +39,36 @@ def test_a_rank_that_holds_the_whole_model_holds_more_than_predicted() -> None:
         UserError, match="rank 0 holds more memory than predicted .128 bytes of parameters, predicted 64"
     ):
         invariants.check_memory(part, torch.optim.SGD(part.parameters()), "sgd")
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "adapters of experts"])
+def test_memory_of_a_mixture_of_experts_is_that_of_all_experts_and_of_what_is_trained(full: bool) -> None:
+    """Predicted from shapes, and counted after a step; before it, the optimizer's part is still to be allocated."""
+    import peft
+
+    from finetune.engine.model import experts
+    from finetune.measure.micro_batch import bytes_not_yet_allocated
+    from tests.unit.engine.model.test_experts import tiny
+
+    model: Any = tiny()
+    if not full:
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
+    count = experts.count(model)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    trainer: Any = types.SimpleNamespace(
+        model=model,
+        weights="float32",
+        args=types.SimpleNamespace(optim="adamw_torch"),
+        accelerator=types.SimpleNamespace(ddp_handler=None),
+    )
+    needed = bytes_not_yet_allocated(trainer)
+    model(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None]).loss.backward()
+    optimizer.step()
+    found = memory_per_rank.allocated_bytes(model, optimizer)
+    assert memory_per_rank.predicted_bytes(model, 1, "adamw_torch") == found
+    assert (found.parameters, found.optimizer) == (4 * count.total, 8 * count.trainable)
+    assert needed == found.optimizer and count.active < count.total
+    half = memory_per_rank.predicted_bytes(model, 2, "adamw_torch")
+    assert half.parameters == pytest.approx(found.parameters / 2, rel=0.01)

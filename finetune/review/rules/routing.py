@@ -1,0 +1,102 @@
+"""Whether a mixture of experts still uses its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from finetune.review.events import Series
+from finetune.review.finding import Explanation, Finding, number, percent
+from finetune.review.rules.learning import lower_rate
+from finetune.review.run import Run
+
+UNUSED = 0.5  # of the experts of all layers, without a token; calibrated
+ON_ONE = 0.9  # of the tokens choose the same expert in the mean layer: nine of ten, by definition
+LAST_RECORDS = 3  # or the last tenth of the records, if that is more
+FEWEST_TOKENS = 10.0  # of an expert in a record if all are used evenly: then chance leaves one of 20,000 without any
+COEFFICIENT = 0.01  # Switch Transformers, arXiv 2101.03961, section 2.2: enough to balance the load, not to disturb
+
+
+def unused(run: Run) -> float | None:
+    """Share of the experts without a token in the median of the last records; None if it is not recorded or the records
+    have too few tokens to say."""
+    tokens = _tokens_per_expert(run)
+    return None if tokens is None or tokens < FEWEST_TOKENS else _at_the_end(run.series("experts_unused"))
+
+
+def share_on_one(run: Run) -> float | None:
+    """Share of the tokens that choose a layer's busiest expert, mean over layers, in the median of the last records."""
+    found, most = _at_the_end(run.series("expert_load_max")), _most(run)
+    return None if found is None or most is None else found / most
+
+
+def _at_the_end(series: Series) -> float | None:
+    values = series.finite().values
+    return float(np.median(values[-max(LAST_RECORDS, len(values) // 10) :])) if len(values) >= LAST_RECORDS else None
+
+
+def _most(run: Run) -> float | None:
+    """The load of an expert that all tokens choose, in units of even use."""
+    experts, chosen = run.number("experts.per_layer"), run.number("experts.per_token")
+    return experts / chosen if experts and chosen else None
+
+
+def _tokens_per_expert(run: Run) -> float | None:
+    """Tokens of an expert in the median record, if all are used evenly."""
+    seen, most = run.series("tokens_seen").finite().values, _most(run)
+    return float(np.median(np.diff(seen))) / most if len(seen) > 1 and most else None
+
+
+def collapsed(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """In the last records, at least half of the experts of all layers get no token (calibrated), although each would
+    have ten if they were used evenly; or nine of ten tokens choose the same expert in the mean layer (by definition).
+    """
+    idle, on_one = unused(run), share_on_one(run)
+    if not ((idle is not None and idle >= UNUSED) or (on_one is not None and on_one >= ON_ONE)):
+        return None
+    idle, on_one = idle or 0.0, on_one or 0.0
+    first = float(run.series("experts_unused").finite().values[0])
+    coefficient = run.number("config.training.extra.router_aux_loss_coef")
+    if coefficient is None:  # then the model's configuration has it
+        coefficient = run.number("settings.model config.router_aux_loss_coef") or 0.0
+    return Finding(
+        rule="collapsed-routing",
+        level="warning",
+        headline="Routing has collapsed: a few experts get all tokens",
+        figures=(f"{percent(idle)} of the experts without a token", f"{percent(on_one)} of the tokens on one expert"),
+        evidence=f"In the last records {percent(idle)} of the experts of all layers get no token (threshold "
+        f"{percent(UNUSED)}; {percent(first)} in the first record), and {percent(on_one)} of the tokens choose "
+        f"their layer's busiest expert (threshold {percent(ON_ONE)}, mean over layers).",
+        advice=f"training.router_aux_loss_coef: {max(10 * coefficient, COEFFICIENT):g} (now {number(coefficient)}); "
+        f"{lower_rate(run)}; with LoRA leave the router out of lora.target_modules and modules_to_save",
+        gain=f"{percent(idle)} more of the experts in use, at the same time per step"
+        if idle >= UNUSED
+        else f"{percent(on_one)} of the tokens go to different experts, at the same time per step",
+        confidence="high" if idle >= 1.5 * UNUSED or on_one >= ON_ONE else "medium",
+        charts=("experts_unused", "expert_load_max"),
+    )
+
+
+EXPLANATIONS = {
+    "collapsed-routing": Explanation(
+        question="Does a mixture of experts still use its experts?",
+        sees="The loss of a mixture of experts stops falling early, and most of its experts get no token.",
+        means="A router sends each token to the few experts with the highest scores. An expert that gets more tokens "
+        "learns more, so it scores higher still, and the others starve. A high learning rate, or training without a "
+        "load-balancing loss, sets that off: what remains is a small dense model in the memory of a large one.",
+        measured="The tokens of each expert are counted at every record, without padding. Reported if in the last "
+        f"{LAST_RECORDS} records (or the last tenth) {percent(UNUSED)} of the experts of all layers get none, although "
+        f"each would have {FEWEST_TOKENS:.0f} if they were used evenly, or {percent(ON_ONE)} of the tokens choose the "
+        "same expert in the mean layer.",
+        example="In the last records 70 % of the experts of all layers get no token (threshold 50 %; 3.1 % in the "
+        "first record), and 99 % of the tokens choose their layer's busiest expert (threshold 90 %, mean over "
+        "layers).",
+        source="a learning rate of 0.05 without the load-balancing loss, tests/review/fixtures/collapsed-routing, one "
+        "CPU rank",
+        remedy=f"Set training.router_aux_loss_coef: {COEFFICIENT}, lower the learning rate, and start from the "
+        "original weights: an expert without tokens gets no gradient. LoRA leaves the router as it is unless "
+        "lora.target_modules or modules_to_save names it.",
+        brings="The capacity of all experts at the same time per step: a lower loss.",
+    ),
+}
