@@ -144,6 +144,7 @@ def check_folder(job: Json) -> Json:
     else:
         stored = open_tensors(Path(job["model"])) if "model" in job else {}
         found["tensors"], rounded = compare_tensors(reference, stored, exported, dtype)
+        compare_unloaded(Path(job["model" if "model" in job else "base"]), exported, found["tensors"])
     del reference
     gc.collect()
 
@@ -360,6 +361,18 @@ def compare_tensors(
                 wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
+
+
+def compare_unloaded(before: Path, exported: Path, found: Json) -> None:
+    """Compare the tensors that no parameter of the model is, such as another tower's, with those in the files before.
+    `not_compared` keeps those that these do not have."""
+    stored, own = open_tensors(before), open_tensors(exported)
+    for name in [name for name in found["not_compared"] if name in stored]:
+        whole = stored[name].get_tensor(name).float()
+        if why := tensor_difference(name, own[name].get_tensor(name), whole, merged=False):
+            found["wrong"].append(f"{name} {why}")
+        found["not_compared"].remove(name)
+        found["compared"] += 1
 
 
 def open_tensors(folder: Path) -> Json:

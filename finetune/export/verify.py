@@ -115,7 +115,13 @@ def sentence(found: JsonObject) -> str:
     if one := found.get("loss"):
         base = f", base model {one['base']:.4f}" if "base" in one else ""
         loss = f"loss on {found['rows']} rows {one['export']:.4f} (run {one['run']:.4f}{base}), "
+    experts = ""
+    if one := found.get("experts"):
+        experts = (
+            f", routers choose {one['others']} of {one['chosen']:,} experts differently (bound {one['bound']:.0f})"
+        )
     return (
         f"{tensors}{loss}{equal + ties} of {len(answers)} greedy answers equal{near} over "
         f"{counted(tokens, 'token')}, logits differ by {logits['difference']:.2g} (bound {logits['bound']:.2g})"
+        f"{experts}"
     )

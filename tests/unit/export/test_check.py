@@ -218,3 +218,20 @@ def test_tokens_that_llama_cpp_does_not_report(check: ModuleType) -> None:
     assert check._unreported([1, 2, 3], 1, [], tokenizer) == []
     assert check._unreported([1, 3], 3, [], tokenizer) == []  # a token was left out that should have been reported
     assert check._unreported([2], None, [1], tokenizer) == [2]
+
+
+def test_tensors_that_the_model_does_not_load_are_compared_with_the_files_before(
+    base: Path, tmp_path: Path, check: ModuleType
+) -> None:
+    """Such as the vision tower of a model that is trained on text."""
+    full = Path(shutil.copytree(base, tmp_path / "full"))
+    save_file(tensors(full) | {"model.visual.weight": torch.ones(3)}, full / "model.safetensors", {"format": "pt"})
+    out = Path(shutil.copytree(full, tmp_path / "out"))
+    found, _ = check.compare_tensors(load(full), {}, out, torch.float32)
+    assert found["not_compared"] == ["model.visual.weight"]
+    check.compare_unloaded(full, out, found)
+    assert found["not_compared"] == found["wrong"] == []
+    save_file(tensors(full) | {"model.visual.weight": torch.zeros(3)}, out / "model.safetensors", {"format": "pt"})
+    found, _ = check.compare_tensors(load(full), {}, out, torch.float32)
+    check.compare_unloaded(full, out, found)
+    assert found["wrong"] == ["model.visual.weight is not equal to the original in 3 of 3 values"]

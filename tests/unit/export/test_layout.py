@@ -18,7 +18,8 @@ from finetune.export import command
 from finetune.export.adapter import Adapter
 from finetune.export.layout import Layout
 from finetune.export.merged import Merge
-from tests.helpers.export import MOE, WARNINGS, edit, load, make_adapter, make_base, merge, tensors
+from tests.helpers import tiny
+from tests.helpers.export import MOE, SIZES, WARNINGS, edit, load, make_adapter, make_base, merge, tensors
 
 pytestmark = [
     *WARNINGS,
@@ -147,6 +148,26 @@ def test_a_fully_trained_mixture_has_the_files_of_its_base(
         loaded, base = check.load_model(full, {}, torch.bfloat16), load(tmp_path / "out")
     for name, parameter in base.named_parameters():
         assert torch.equal(loaded.get_parameter(name).float(), parameter), name
+
+
+def test_a_text_model_of_files_with_a_vision_tower(tmp_path: Path) -> None:
+    """Names in the files have another prefix, and the other tower stays as it is."""
+    from transformers import AutoModelForImageTextToText, Qwen3_5MoeConfig
+
+    base = tmp_path / "base"
+    tokenizer = tiny.make_tokenizer(base)
+    experts = MOE["qwen3-moe"][1] | {"shared_expert_intermediate_size": 24, "layer_types": ["full_attention"] * 2}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    text = SIZES | experts | {"vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision | {"num_position_embeddings": 16})
+    AutoModelForImageTextToText.from_config(config).float().save_pretrained(base)
+    peft = strong_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=TARGETS)
+    merge(tmp_path / "adapter", base, tmp_path / "out")
+    one, two = tensors(base), tensors(tmp_path / "out")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one if ".visual." in name)
+    assert torch.allclose(logits(load(tmp_path / "out")), logits(peft), atol=1e-4)
 
 
 def per_expert(folder: Path, base: Path, **config: Any) -> dict[str, torch.Tensor]:
