@@ -22,6 +22,20 @@ SHAPES = {
         vocab_size=8192,
         tie_word_embeddings=False,
     ),
+    "qwen3-moe-1m": dict(
+        model_type="qwen3_moe",
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ),
     "llama-1.2m": dict(  # with enough layers to be measured in slices
         hidden_size=64,
         intermediate_size=128,
@@ -84,7 +98,7 @@ SHAPES = {
         tie_word_embeddings=True,
         rope_theta=500000.0,
     ),
-    # Qwen3-30B-A3B with 16 of its 48 layers, 4 of them, and a very small one.
+    # Qwen3-30B-A3B with all of its 48 layers, with 16 and with 4.
     **{
         name: dict(
             model_type="qwen3_moe",
@@ -104,21 +118,6 @@ SHAPES = {
         )
         for name, layers in (("qwen3-moe-30b", 48), ("qwen3-moe-16", 16), ("qwen3-moe-4", 4))
     },
-    "qwen3-moe-1m": dict(
-        model_type="qwen3_moe",
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=8192,
-        tie_word_embeddings=False,
-    ),
     # Trained in full, each of the next two needs more than one GPU has: an H100, an H200.
     "llama-11b": dict(
         hidden_size=5120,

@@ -7,6 +7,10 @@ reported. On CPU ranks it compares 1, 2 and 4 in float32 on a model of 1 M param
 `--shape` say, in bfloat16. Exits 1 where a case is not proven. DDP and sharded, all kinds:
 
     python -m benchmarks.parity_matrix ... --strategies ddp,shard --backends transformers --cases accumulation
+
+Mixtures of experts, with a load-balancing loss that is a large part of the gradient:
+
+    python -m benchmarks.parity_matrix ... --shape qwen3-moe-1m --world-sizes 1,2
 """
 
 from __future__ import annotations
@@ -49,6 +53,18 @@ CASES: dict[str, list[str]] = {
     "QLoRA, padded, accumulation 1": [*PADDED, *ONE, *QLORA],
     "QLoRA, padded, accumulation 3": [*PADDED, *THREE, *QLORA],
 }
+# Of a mixture of experts, in 12 rows on 2 ranks.
+ATTENTION = ["--lora.target_modules", "[q_proj, k_proj, v_proj, o_proj]"]
+OF_MIXTURES = {
+    f"{what}, {layout}, accumulation {12 // 2 // int(rows)}": [
+        *("--training.router_aux_loss_coef", "0.5", "--training.per_device_train_batch_size", rows),
+        *words,
+        *lengths,
+    ]
+    for what, words in {"LoRA on attention": ATTENTION, "LoRA with experts": [], "full": FULL}.items()
+    for layout, lengths in {"padded": PADDED, "packed": PACKED}.items()
+    for rows in ("6", "3")
+}
 
 
 WRITING = threading.Lock()
@@ -74,12 +90,13 @@ def main() -> int:
     few.write_text("".join(options.train.open(encoding="utf-8").readlines()[:13]), encoding="utf-8")
     held_out.write_text("".join(options.eval.open(encoding="utf-8").readlines()[:16]), encoding="utf-8")
     model = build(options.work / options.shape, options.shape, options.train)
-    chosen = [name for name in CASES if any(part in name for part in options.cases)]
+    known = OF_MIXTURES if "num_experts" in SHAPES[options.shape] else CASES
+    chosen = [name for name in known if any(part in name for part in options.cases)]
     cases = [(backend, name) for backend in options.backends for name in chosen]
 
     def one(case: tuple[str, str]) -> bool:
         backend, name = case
-        words = [word.replace("THIRTEEN", str(few)) for word in CASES[name]]
+        words = [word.replace("THIRTEEN", str(few)) for word in known[name]]
         found = prove(options, words, backend, model, held_out)
         verdict = "equal" if found["proven"] else f"NOT PROVEN {found.get('said', '')}"
         with WRITING:

@@ -1,10 +1,12 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it, those of OPTIMIZERS in runs with that `training.optim`,
-MASKED ones where rows attend through a mask on a GPU. A patch is applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it, those of EVERY on both backends, those of OPTIMIZERS in
+runs with that `training.optim`, MASKED ones where rows attend through a mask on a GPU. A patch is applied only if its
+probe finds the defect.
 """
 
 from patches import (
+    peft_moe_layer_targets,
     torch_cudnn_attention_nan,
     torch_varlen_gqa,
     torchao_state_dtype,
@@ -30,6 +32,7 @@ LATE = (
     unsloth_packed_probe_in_checkpoint,
     unsloth_rope_gradient_layout,
 )
+EVERY = (peft_moe_layer_targets,)
 MASKED = (torch_cudnn_attention_nan,)
 OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
-ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)
+ALL = (*EARLY, *LATE, *EVERY, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)

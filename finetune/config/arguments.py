@@ -378,9 +378,10 @@ SCRIPT_KEYS = {
     "logging.logging_steps": "logging_steps",
     "logging.report_to": "report_to",
     **dict.fromkeys(
-        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora"
-        " training.global_batch_size training.resume_from_checkpoint training.resume_with_changes training.strategy"
-        " logging.profile_steps logging.include_rows logging.lines".split(),
+        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules"
+        " lora.target_parameters lora.use_rslora training.global_batch_size training.resume_from_checkpoint"
+        " training.resume_with_changes training.strategy logging.profile_steps logging.include_rows"
+        " logging.lines".split(),
         "",
     ),
 }

@@ -91,7 +91,9 @@ MANAGED_ARGUMENTS = {
         "auto_model on_model_resolved": "the model is always loaded for causal language modeling",
     },
     "lora.adapter_kwargs": {
-        "r lora_alpha lora_dropout target_modules modules_to_save use_rslora bias random_state": "use lora.{name}",
+        "r lora_alpha lora_dropout target_modules target_parameters modules_to_save use_rslora bias random_state": (
+            "use lora.{name}"
+        ),
         "use_gradient_checkpointing": "use training.gradient_checkpointing",
         "max_seq_length": "use data.max_length",
         "model peft_config": "use model.model_name_or_path",
@@ -245,7 +247,7 @@ def adapter(config: Config, given: frozenset[str]) -> Contradictions:
             ("model.full_finetuning", *lora_given),
             "full fine-tuning has no adapter. Remove full_finetuning or the `lora:` settings.",
         )
-    names = ("lora.bias", "lora.random_state", "lora.adapter_kwargs")
+    names = ("lora.target_parameters", "lora.bias", "lora.random_state", "lora.adapter_kwargs")
     fixed = tuple(name for name in names if not _is_default(config, name))
     if config.lora.continue_adapter and fixed:
         yield (
@@ -257,6 +259,11 @@ def adapter(config: Config, given: frozenset[str]) -> Contradictions:
 def adapter_modules(config: Config, given: frozenset[str]) -> Contradictions:
     """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
     lora = config.lora
+    if lora.target_modules is not None and not lora.target_modules and not lora.target_parameters:
+        yield (
+            ("lora.target_modules",),
+            "must not be empty, unless lora.target_parameters names what has the adapter.",
+        )
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or []
     if both := [name for name in targets if name in (lora.modules_to_save or ())]:
         yield (

@@ -103,7 +103,9 @@ class LoraConfig:
     target_modules: list[str] | str | None = _setting(
         None,
         'Module names, a PEFT regular expression, or "all-linear". null uses the seven attention and MLP projections.',
-        NOT_EMPTY,
+    )
+    target_parameters: list[str] | None = _setting(
+        None, "Stacked experts, such as mlp.experts.down_proj. null: those that target_modules names. [] is none."
     )
     modules_to_save: list[str] | None = _setting(
         None, "Modules trained in full alongside the adapter, such as embed_tokens."

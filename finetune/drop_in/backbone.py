@@ -135,9 +135,13 @@ def engine_lora_config(peft_config: PeftConfig | None, model: str) -> LoraConfig
         targets = DEFAULTS.get(AutoConfig.from_pretrained(model).model_type)
     ours = {one.name for one in dataclasses.fields(LoraConfig)}
     own = {name: given[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")}
+    changed["target_modules"] = targets  # as an argument of PEFT's: with its meaning for a mixture of experts
+    ours -= {"target_modules"}
+    parameters = given["target_parameters"]
     return LoraConfig(
         **own,
         target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+        target_parameters=sorted(parameters) if parameters else None,
         modules_to_save=list(given["modules_to_save"]) if given["modules_to_save"] else None,
         adapter_kwargs={name: value for name, value in changed.items() if name not in ours},
     )

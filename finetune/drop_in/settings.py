@@ -229,6 +229,7 @@ def _adapter(adapter: Any) -> LoraConfig:
         lora_alpha=adapter.lora_alpha,
         lora_dropout=adapter.lora_dropout,
         target_modules=sorted(targets) if isinstance(targets, set | list | tuple) else targets,
+        target_parameters=sorted(adapter.target_parameters) if adapter.target_parameters else None,
         modules_to_save=list(adapter.modules_to_save) if adapter.modules_to_save else None,
         use_rslora=adapter.use_rslora,
         bias=adapter.bias,

@@ -3,8 +3,9 @@
     W' = W + s B A              s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)
     W' = m V / |V|              V = W + s B A, with the norm of each output's weights (DoRA, arXiv 2402.09353)
 
-Layers that keep their weight transposed (Conv1D, embeddings) get (B A)^T. Everything that this does not compute is
-refused by name.
+Layers that keep their weight transposed (Conv1D, embeddings) get (B A)^T. Of a parameter that holds the weights of all
+experts, expert e has the rows e r to (e + 1) r of A and the columns e, e + E, e + 2 E, ... of B (PEFT's
+`target_parameters`). Everything that this does not compute is refused by name.
 """
 
 from __future__ import annotations
@@ -18,28 +19,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from finetune.engine.model.mergeable import why_unmergeable
 from finetune.errors import UserError
+from finetune.export.layout import Place
 from finetune.runtime.types import JsonObject
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Ways to initialize an adapter that leave the base weights as they are.
-_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
-# Fields of PEFT's LoraConfig that the merge applies, and those that do not change a finished adapter's function.
-_APPLIED = frozenset(
-    "r lora_alpha rank_pattern alpha_pattern use_rslora use_dora lora_bias fan_in_fan_out modules_to_save bias"
-    " trainable_token_indices init_lora_weights ensure_weight_tying peft_type".split()
-)
-_NEUTRAL = frozenset(
-    "auto_mapping base_model_name_or_path revision task_type inference_mode peft_version"
-    " lora_dropout target_modules exclude_modules layers_to_transform layers_pattern megatron_config megatron_core"
-    " eva_config runtime_config qalora_group_size unsloth_version unsloth_fixed".split()
-)
 
 
 @dataclass
 class Change:
-    """What happens to one module of the base model. `weight` and `bias` replace the base's; then A and B are added."""
+    """What happens to one module of the base model. `weight` and `bias` replace the base's; then A and B are added.
+
+    A change of a parameter with another name (`experts` is not 0) has its new value in `weight`.
+    """
 
     scaling: float = 1.0
     weight: str | None = None
@@ -51,6 +45,8 @@ class Change:
     magnitude: str | None = None
     rows: str | None = None  # new rows of an embedding, at `indices`
     indices: tuple[int, ...] = ()
+    experts: int = 0  # that A and B are of, for a change of one parameter; 0 for that of a module
+    transposed: bool = False  # whether that parameter has the inputs of an expert before its outputs
 
     @property
     def unties(self) -> bool:
@@ -60,25 +56,27 @@ class Change:
 
 @dataclass
 class Adapter:
-    """The tensors of an adapter's file, by the path of the module that they change."""
+    """The tensors of an adapter's file, by the path of the module, or the name of the parameter, that they change."""
 
     folder: Path
     config: JsonObject
     changes: dict[str, Change] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_config(self.folder, self.config)
+        if why := why_unmergeable(self.config):
+            raise self._unmergeable(why)
         try:
             self._file: Any = safe_open(self.folder / FILE, framework="pt")
         except Exception as error:  # safetensors has an exception class of its own for each kind of damage
             raise UserError(
                 f"The adapter's {self.folder / FILE} cannot be read: {error}. Export a checkpoint."
             ) from None
+        self._kept: dict[str, torch.Tensor] = {}
         for key in self._file.keys():
             self._add(key)
         for path, change in self.changes.items():
             if change.a is not None and change.b is not None:
-                change.scaling = self._scaling(path, change.a)
+                change.scaling = self._scaling(path, self.shape(change.a)[0])
             elif change.a or change.b or change.magnitude or change.b_bias:
                 raise UserError(
                     f"The adapter in {self.folder} is incomplete: {path} lacks A or B. Export a checkpoint."
@@ -112,18 +110,89 @@ class Adapter:
             weight = weight * (self.get(change.magnitude) / norm).view(outputs)
         return weight
 
+    def add(self, weight: torch.Tensor, name: str, place: Place) -> None:
+        """Add the part of a parameter's change to a tensor of a file, in place.
+
+        Args:
+            weight: float32.
+            name: of the change. That of one expert's projection goes to its `place` in the weights of all experts.
+            place: of the tensor in the parameter.
+        """
+        change = self.changes[name]
+        if not change.experts:
+            view = place.of(weight)
+            view.copy_(self.weight(view, name, transposed=False))
+            return
+        if change.weight is not None:
+            weight.copy_(place.of(self._keep(change.weight)))
+        if change.a is None or change.b is None:
+            return
+        a, b = self._keep(change.a), self._keep(change.b)
+        rank = a.shape[0] // change.experts
+        own = weight if place.swapped is None else weight.transpose(*place.swapped)
+        *stacked, rows, columns = place.region
+        chosen = stacked[0] if stacked else 0
+        numbers = [chosen] if isinstance(chosen, int) else list(range(*chosen))
+        for part, number in zip([own] if isinstance(chosen, int) else own, numbers, strict=True):
+            left, right = b[:, number :: change.experts], a[number * rank : (number + 1) * rank]
+            if change.transposed:
+                left, right = right.t(), left.t()
+            part.add_(left[_range(rows)] @ right[:, _range(columns)] * change.scaling)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Give the changes of `target_parameters` the names of their parameters.
+
+        The file has them by the module's path, with one `.base_layer` more for each further parameter of the module:
+        PEFT wraps the module once for each, in the module's order, so the first is the innermost.
+
+        Args:
+            model: the base's modules, without weights.
+
+        Raises:
+            UserError: the adapter's tensors are not those of these parameters.
+        """
+        targets = [str(one) for one in self.config.get("target_parameters") or ()]
+        named = False
+        for path, module in model.named_modules() if targets else ():
+            own = dict(module.named_parameters(recurse=False))
+            names = [name for name in own if any(f".{path}.{name}".endswith(f".{one}") for one in targets)]
+            found = {
+                name: self.changes.pop(path + ".base_layer" * depth, Change())
+                for depth, name in enumerate(reversed(names))
+            }
+            for name, change in found.items():
+                if change.a is None:
+                    raise self._unmergeable(f"it has no A and B for the target_parameters `{path}.{name}`")
+                change.experts = own[name].shape[0] if own[name].ndim == 3 else 1
+                change.transposed = own[name].ndim == 3 and bool(getattr(module, "is_transposed", False))
+                change.scaling = self._scaling(f"{path}.{name}", self.shape(change.a)[0] // change.experts)
+                change.weight = self.changes.get(f"{path}.{name}", change).weight
+                self.changes[f"{path}.{name}"] = change
+                named = True
+        if targets and not named:
+            raise self._unmergeable(f"transformers' class of the model has none of target_parameters {targets}")
+        if wrapped := [path for path in self.changes if path.endswith(".base_layer")]:
+            raise self._unmergeable(f"`{wrapped[0]}` belongs to no parameter of the model's class in transformers")
+
     def bias(self, base: torch.Tensor, path: str) -> torch.Tensor:
         """The merged bias of a module in float32."""
         change = self.changes[path]
         bias = (base if change.bias is None else self.get(change.bias)).float()
         return bias if change.b_bias is None else bias + change.scaling * self.get(change.b_bias)
 
-    def _scaling(self, path: str, a: str) -> float:
+    def _keep(self, key: str) -> torch.Tensor:
+        """A tensor in float32, kept for the next experts: a layer's are A and B of two parameters."""
+        if key not in self._kept:
+            if len(self._kept) == 4:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = self.get(key)
+        return self._kept[key]
+
+    def _scaling(self, path: str, rank: int) -> float:
         from peft.utils.other import get_pattern_key
 
         alphas = self.config.get("alpha_pattern") or {}
         alpha = alphas.get(get_pattern_key(list(alphas), path), self.config["lora_alpha"])
-        rank = self.shape(a)[0]
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
     def _add(self, key: str) -> None:
@@ -137,21 +206,31 @@ class Adapter:
                     change.indices = self._indices(path)
                 return
         path, _, last = name.rpartition(".")
-        if "lora_" in name or last not in ("weight", "bias"):
+        if "lora_" in name:
             raise UserError(f"The adapter in {self.folder} has `{key}`, which cannot be merged. Use --to adapter.")
-        inner = (
-            path.removesuffix(".base_layer").removesuffix(".modules_to_save.default").removesuffix(".modules_to_save")
-        )
-        change = self.changes.setdefault(inner, Change())
-        setattr(change, last, key)
+        inner = path.removesuffix(".modules_to_save.default").removesuffix(".modules_to_save")
+        while inner.endswith(".base_layer"):
+            inner = inner.removesuffix(".base_layer")
+        if last in ("weight", "bias"):
+            change = self.changes.setdefault(inner, Change())
+            setattr(change, last, key)
+        else:
+            change = self.changes[f"{inner}.{last}"] = Change(weight=key, experts=1)
         saved = self.config.get("modules_to_save") or []
         change.copied = any(inner == one or inner.endswith(f".{one}") for one in saved)
+
+    def _unmergeable(self, why: str) -> UserError:
+        return UserError(f"The adapter in {self.folder} cannot be merged: {why}. Use --to adapter.")
 
     def _indices(self, path: str) -> tuple[int, ...]:
         given = self.config.get("trainable_token_indices") or []
         if isinstance(given, Mapping):
             given = next((one for name, one in given.items() if path == name or path.endswith(f".{name}")), [])
         return tuple(given)
+
+
+def _range(bounds: int | tuple[int, int]) -> slice:
+    return slice(*bounds) if isinstance(bounds, tuple) else slice(bounds, bounds + 1)
 
 
 _ENDINGS = {
@@ -164,24 +243,6 @@ _ENDINGS = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".token_adapter.trainable_tokens_delta": "rows",
 }
-
-
-def _check_config(folder: Path, config: Mapping[str, object]) -> None:
-    """Refuse what the merge does not compute."""
-
-    def refuse(what: str) -> UserError:
-        return UserError(f"The adapter in {folder} cannot be merged: {what}. Use --to adapter.")
-
-    if config.get("peft_type") != "LORA":
-        raise refuse(f"it is of type {config.get('peft_type')}, not LORA")
-    initial = config.get("init_lora_weights", True)
-    if initial not in _INITIAL:
-        raise refuse(f"init_lora_weights: {initial} changed the base weights before training")
-    if config.get("ensure_weight_tying"):
-        raise refuse("ensure_weight_tying is set")
-    for name, value in config.items():
-        if value and name not in _APPLIED and name not in _NEUTRAL:
-            raise refuse(f"{name} is {value}")
 
 
 def find_name(path: str, part: str, names: Iterable[str]) -> str | None:

@@ -16,14 +16,19 @@ The reference is the base model with the adapter unmerged, or the fully trained 
    u = 2^-p (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2). Stochastic rounding has the
    u that gives t's disturbance the variance of the rounding, q (1 - q) of a squared unit for a weight that is q units
    above the number below it. c is u of the computation, at least 2^-24 sqrt(n) for sums of n products (Higham and Mary,
-   A New Approach to Probabilistic Rounding Error Analysis, 2019);
-3. the greedy answers: equal, unless the two best tokens are closer than twice that bound;
+   A New Approach to Probabilistic Rounding Error Analysis, 2019). A router's choice between experts with nearly equal
+   scores may change with any rounding, and the logits with it by more than roundings of the same choice. So a mixture
+   of experts computes these logits with the experts that the reference chooses, and the choices are counted: other
+   ones may be at most FACTOR times as many as with the random roundings, and OTHER_CHOICES of all;
+3. the greedy answers: equal, unless the two best tokens are closer than twice that bound, or a router chooses another
+   expert on the way;
 4. the loss on rows of the run's data, held-out ones if it has any: LOST of what the adapter gained over the base model
    may be lost, plus what those random roundings change at a token, on average.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -35,11 +40,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 Json: TypeAlias = dict[str, Any]
 
 FACTOR = 4.0
 LOST = 0.1
+OTHER_CHOICES = 0.02
 LOSS_TOKENS = {"cuda": (16_384, 16_384), "cpu": (256, 2048)}  # of all rows that the loss is of, at least and at most
 LOSS_PRODUCTS = 5e11  # tokens times parameters, between these
 ROW_TOKENS = 2048  # of one of them: the logits of a row are kept
@@ -122,7 +129,9 @@ def check_folder(job: Json) -> Json:
     reference = _load_reference(job, dtype, device, len(tokenizer), exported)
     prompts = [ids[: _positions(reference) - 1] for ids in prompts]
     answers = [_generate(reference, ids, job["max_new_tokens"]) for ids in prompts]
-    wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    asked = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
+    choices = [Choices() for _ in asked]
+    wanted = [_logits(reference, ids, one) for ids, one in zip(asked, choices, strict=True)]
     least, most = LOSS_TOKENS[device.type]
     tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
     rows = take_rows(job.get("rows") or [], min(max(tokens, least), most))
@@ -140,10 +149,11 @@ def check_folder(job: Json) -> Json:
 
     model = _load_export(job, exported, dtype, device)
     own_answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
-    own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    chosen, of_noisy = [Choices(one.experts) for one in choices], [Choices(one.experts) for one in choices]
+    own = [_logits(model, ids, one) for ids, one in zip(asked, chosen, strict=True)]
     losses["export"] = token_losses(model, rows)
     _add_roundings(model, rounded, dtype)
-    noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    noisy = [_logits(model, ids, one) for ids, one in zip(asked, of_noisy, strict=True)]
     losses["noisy"] = token_losses(model, rows)
 
     bound = FACTOR * _largest_difference(own, noisy)
@@ -154,9 +164,16 @@ def check_folder(job: Json) -> Json:
     }
     if rows:
         found["loss"] = compare_losses(losses)
+    if any(one.experts for one in choices):
+        found["experts"] = {
+            "chosen": sum(one.count for one in chosen),
+            "others": sum(one.others for one in chosen),
+            "bound": FACTOR * sum(one.others for one in of_noisy) + OTHER_CHOICES * sum(one.count for one in chosen),
+        }
     lengths = [len(ids) for ids in prompts]
+    nears = [math.inf if one.others else 2 * bound for one in chosen]
     found["answers"] = [
-        compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
+        compare_answers(*one, tokenizer) for one in zip(answers, own_answers, wanted, lengths, nears, strict=True)
     ]
     found["why"] = verdict(found)
     found["passed"] = not found["why"]
@@ -171,6 +188,12 @@ def verdict(found: Json) -> str:
         return f"the tensor {wrong[0]}{more}"
     if not logits["difference"] <= logits["bound"]:  # also if one is not a number
         return f"logits differ by {logits['difference']:.3g}, and rounding explains {logits['bound']:.3g}"
+    experts = found.get("experts")
+    if experts and experts["others"] > experts["bound"]:
+        return (
+            f"routers choose {experts['others']} of {experts['chosen']} experts differently, and rounding explains "
+            f"{experts['bound']:.0f}"
+        )
     if any(one["outcome"] == "differs" for one in found["answers"]):
         return "an answer differs"
     loss = found.get("loss")
@@ -221,11 +244,37 @@ def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
     stored = open_tensors(folder) if dtype in DROPPED_BITS else {}
-    for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
-        if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
-            parameter.copy_(_round_stochastically(stored[name].get_tensor(name), dtype, name))
+    for name in [name for name, _ in model.named_parameters()] if stored else []:
+        parameter = model.get_parameter(name)
+        parts = [part for part, _ in _in_files(model, name, parameter, stored)]
+        if parameter.dtype == dtype and all(_is_wide(stored, part) for part in parts):
+            # transformers rounds to nearest, which loses small updates
+            _load(model, {part: _round_stochastically(stored[part].get_tensor(part), dtype, part) for part in parts})
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
+
+
+def _is_wide(stored: Json, name: str) -> bool:
+    return name in stored and stored[name].get_slice(name).get_dtype() == "F32"
+
+
+def _load(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Load tensors with the names of the model's files, all of a parameter."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    convert_and_load_state_dict_in_model(model, tensors, LoadStateDictConfig(weight_mapping=model._weight_conversions))
+
+
+def _in_files(model: Any, name: str, tensor: torch.Tensor, files: Json) -> Iterator[tuple[str, torch.Tensor]]:
+    """What files have of a parameter: itself, or, by transformers' own conversion, a tensor for each expert and
+    projection of it."""
+    if name in files:
+        yield name, tensor
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def _load_reference(job: Json, dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
@@ -258,7 +307,13 @@ def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype, device: torc
     if head is not None and head.weight is base.get_input_embeddings().weight and config.is_file():
         if not _is_tied(json.loads(config.read_text(encoding="utf-8"))):  # PEFT would merge into the shared weight
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    return PeftModel.from_pretrained(base, adapter, local_files_only=True).to(device).eval()
+    model = PeftModel.from_pretrained(base, adapter, local_files_only=True)
+    stored = [file.get_tensor(key) for key in file.keys() if ".lora_" in key]  # noqa: SIM118
+    loaded = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    one, two = (sum(int(tensor.count_nonzero()) for tensor in tensors) for tensors in (stored, loaded))
+    if two < one:  # PEFT drops without a word what it does not know, such as experts of some models one by one
+        raise ValueError(f"PEFT loads {two:,} of the adapter's {one:,} numbers")
+    return model.to(device).eval()
 
 
 def _is_tied(config: Json) -> bool:
@@ -273,8 +328,8 @@ def compare_tensors(
     reference: Model, stored: Json, exported: Path, computed: torch.dtype
 ) -> tuple[Json, dict[str, float]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
-    the u of each tensor that the export rounds, by name: those that the adapter changes, and float32 weights that
-    become narrower.
+    the u of each parameter that the export rounds, by its name in the model: those that the adapter changes, and
+    float32 weights that become narrower. Of several tensors that are one parameter, the largest u.
 
     Args:
         stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
@@ -286,20 +341,23 @@ def compare_tensors(
     changed = 0
     seen: set[str] = set()
     shared: set[int] = set()
-    for name, tensor, merged in _merged_tensors(reference):
-        if name not in where:
-            if tensor.data_ptr() not in shared:
-                wrong.append(f"{name} is missing")
-            continue
-        shared.add(tensor.data_ptr())
-        seen.add(name)
-        own = where[name].get_tensor(name).to(tensor.device)
-        whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
-        changed += merged
-        if merged or not torch.equal(own.float(), whole):
-            rounded[name] = _relative_rounding(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
-        if why := tensor_difference(name, own, whole, merged=merged):
-            wrong.append(f"{name} {why}")
+    plain = _plain(reference)
+    for parameter, values, merged in _merged_tensors(reference):
+        for name, tensor in _in_files(plain, parameter, values, where):
+            if name not in where:
+                if values.data_ptr() not in shared:
+                    wrong.append(f"{name} is missing")
+                continue
+            shared.add(values.data_ptr())
+            seen.add(name)
+            own = where[name].get_tensor(name).to(tensor.device)
+            whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
+            changed += merged
+            if merged or not torch.equal(own.float(), whole):
+                unit = _relative_rounding(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
+                rounded[parameter] = max(unit, rounded.get(parameter, 0.0))
+            if why := tensor_difference(name, own, whole, merged=merged):
+                wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
 
@@ -312,12 +370,17 @@ def open_tensors(folder: Path) -> Json:
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
+def _plain(model: Any) -> Any:
+    """The model inside of PEFT's."""
+    return model.base_model.model if hasattr(model, "peft_config") else model
+
+
 def _merged_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """(name in the plain model, tensor, whether the adapter changed it) of each parameter and saved buffer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    plain = model.base_model.model if hasattr(model, "peft_config") else model
+    plain = _plain(model)
     done: set[str] = set()
     modules: list[tuple[str, Any]] = list(plain.named_modules(remove_duplicate=False))
     for path, module in modules:
@@ -326,10 +389,15 @@ def _merged_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
             continue
         if issubclass(kind, BaseTunerLayer):
             module.float()
-            module.merge()
             done.add(path)
-            for name, tensor in module.get_base_layer().state_dict().items():
-                yield f"{path}.{name}", tensor, True
+            one: Any = module
+            changed: set[str | None] = set()
+            while issubclass(type(one), BaseTunerLayer):  # one around the other for each parameter of the experts
+                one.merge()
+                changed.add(getattr(one, "parameter_name", None))
+                one = one.base_layer
+            for name, tensor in one.state_dict().items():
+                yield f"{path}.{name}", tensor, None in changed or name in changed
             module.to("meta")
         elif issubclass(kind, AuxiliaryTrainingWrapper):
             done.add(path)
@@ -424,10 +492,63 @@ def _generate(model: Model, ids: list[int], count: int) -> list[int]:
     return found[0, len(ids) :].tolist()
 
 
-def _logits(model: Model, ids: list[int]) -> torch.Tensor:
+def _logits(model: Model, ids: list[int], choices: Choices | None = None) -> torch.Tensor:
     """(tokens, vocabulary), float32 on the CPU."""
     given = torch.tensor([ids], device=model.device)
-    return model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False).logits[0].float().cpu()
+    with choices or contextlib.nullcontext():
+        found = model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False)
+    return found.logits[0].float().cpu()
+
+
+class Choices(TorchFunctionMode):
+    """The experts that routers choose (`topk`) in a forward pass: written down, or those of another pass, in order.
+
+    experts: of each call, on the CPU
+    scores:  that they were chosen by, of each call, on the CPU
+    count:   experts that were chosen
+    others:  of them, those that this model would not have chosen
+    """
+
+    def __init__(self, experts: list[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.experts = experts or []
+        self.scores: list[torch.Tensor] = []
+        self._next = iter(self.experts) if experts is not None else None
+        self.count = self.others = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Json | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        own, scores = found[1], args[0] if args else (kwargs or {})["input"]
+        self.scores.append(scores.detach().float().cpu().clone())
+        if self._next is None:
+            self.experts.append(own.cpu())
+            return found
+        self.count += own.numel()
+        given = next(self._next, own[..., :0]).to(own.device)
+        if given.shape != own.shape:  # another kind of router
+            self.others += own.numel()
+            return found
+        dim = (kwargs or {}).get("dim", args[2] if len(args) > 2 else -1)
+        one, two = (chosen.movedim(dim, -1) for chosen in (given, own))
+        self.others += int((one.unsqueeze(-1) != two.unsqueeze(-2)).all(-1).sum())
+        return torch.return_types.topk((scores.gather(dim, given), given))
+
+    def other_experts(self, noisy: Choices) -> list[torch.Tensor]:
+        """The experts with the next one in place of the last, wherever FACTOR times the noise in the scores may make
+        that of it."""
+        found = []
+        for experts, scores, other in zip(self.experts, self.scores, noisy.scores, strict=True):
+            count = experts.shape[-1]
+            best = scores.topk(min(count + 1, scores.shape[-1]))
+            if count < scores.shape[-1] and torch.equal(best.indices[..., :count].sort().values, experts.sort().values):
+                noise = (scores - other).abs().nan_to_num(posinf=0.0).max()
+                near = best.values[..., count - 1] - best.values[..., count] <= FACTOR * noise
+                experts = best.indices[..., :count].clone()
+                experts[..., -1] = torch.where(near, best.indices[..., count], experts[..., -1])
+            found.append(experts)
+        return found
 
 
 def _largest_difference(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
@@ -454,7 +575,8 @@ def _add_roundings(model: Model, rounded: dict[str, float], computed: torch.dtyp
         return output + size * output.float().square().mean().sqrt().to(output.dtype) * random(output)
 
     for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
+        stacked = any(parameter.dim() > 2 for parameter in layer.parameters(recurse=False))  # the experts of one layer
+        if stacked or isinstance(layer, torch.nn.Linear):
             layer.register_forward_hook(hook)
 
 
@@ -515,7 +637,9 @@ def compare_losses(losses: dict[str, torch.Tensor]) -> Json:
 def _check_gguf(job: Json) -> Json:
     """Compare llama.cpp on the GGUF file with transformers on the folder it was converted from.
 
-    llama.cpp multiplies with activations and a key-value cache in 16 bits, so the roundings are those of float16.
+    llama.cpp multiplies with activations and a key-value cache in 16 bits, so the roundings are those of float16. Its
+    routers cannot be made to choose given experts: what the choices change that roundings of FACTOR times this size may
+    change, all of them changed, is added to the bound.
     """
     from transformers import AutoTokenizer
 
@@ -526,23 +650,29 @@ def _check_gguf(job: Json) -> Json:
     device, dtype = choose_device(job)
     model = _load_export(job, folder, dtype, device)
     answers = [_generate(model, ids, job["max_new_tokens"]) for ids in prompts]
-    wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    asked = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
+    choices = [Choices() for _ in asked]
+    wanted = [_logits(model, ids, one) for ids, one in zip(asked, choices, strict=True)]
     unit = 2.0 ** -SIGNIFICANT_BITS[torch.float16]
     matrices = {name: unit for name, parameter in model.named_parameters() if parameter.dim() > 1}
     _add_roundings(model, matrices, torch.float16)
-    noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    one, two = ([torch.log_softmax(x, -1) for x in logits] for logits in (wanted, noisy))
-    bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))
+    same = [Choices(one.experts) for one in choices]
+    noisy = [_logits(model, ids, one) for ids, one in zip(asked, same, strict=True)]
+    others = [Choices(one.other_experts(two)) for one, two in zip(choices, same, strict=True)]
+    rerouted = [_logits(model, ids, one) for ids, one in zip(asked, others, strict=True)]
+    one, two, three = ([torch.log_softmax(x, -1) for x in logits] for logits in (wanted, noisy, rerouted))
+    noise = FACTOR * max(float(_top_differences(a, b).max()) for a, b in zip(one, two, strict=True))
+    bounds = [noise + _top_differences(a, b) for a, b in zip(two, three, strict=True)]
     del model
     gc.collect()
     found |= {"device": str(device), "dtype": _dtype_name(dtype)}
-    return found | _llama(job, prompts, answers, one, bound, tokenizer)
+    return found | _llama(job, prompts, answers, one, bounds, tokenizer)
 
 
-def _top_difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    """Largest difference of log-probabilities among the most likely tokens of each position."""
+def _top_differences(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Largest difference of log-probabilities among the most likely tokens, of each position."""
     top = one.topk(min(GGUF_TOP, one.shape[-1])).indices
-    return float((one.gather(-1, top) - two.gather(-1, top)).abs().max())
+    return (one.gather(-1, top) - two.gather(-1, top)).abs().amax(-1)
 
 
 def _llama(
@@ -550,7 +680,7 @@ def _llama(
     prompts: list[list[int]],
     answers: list[list[int]],
     wanted: list[torch.Tensor],
-    bound: float,
+    bounds: list[torch.Tensor],
     tokenizer: Any,
 ) -> Json:
     """Generate with llama.cpp and compare tokens and log-probabilities, position by position."""
@@ -561,9 +691,9 @@ def _llama(
     parameters.n_ctx = 2 * max(len(ids) + len(answer) for ids, answer in zip(prompts, answers, strict=True)) + 64
     parameters.n_parallel, parameters.warmup = 1, False
     server = xllamacpp.Server(parameters)
-    largest, outcomes, why = 0.0, [], ""
+    largest, bound, outcomes, why = 0.0, 0.0, [], ""
     ends = _stop_tokens(Path(job["exported"]), tokenizer)
-    for text, ids, answer, logprobs in zip(job["prompts"], prompts, answers, wanted, strict=True):
+    for text, ids, answer, logprobs, limits in zip(job["prompts"], prompts, answers, wanted, bounds, strict=True):
         request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
         by_ids = server.handle_completions(request | {"prompt": ids})
         by_text = server.handle_completions(request | {"prompt": text, "n_predict": 1})
@@ -573,17 +703,23 @@ def _llama(
         if read != len(ids):
             why = why or f"llama.cpp reads a prompt as {read} tokens instead of {len(ids)}"
         own: list[int] = []
-        for place, one in enumerate(by_ids["choices"][0]["logprobs"]["content"]):
-            row = logprobs[len(ids) + place - 1]
+        for one in by_ids["choices"][0]["logprobs"]["content"]:
+            own += _unreported(answer[len(own) :], one["id"], answer[: len(own)], tokenizer)
+            place = len(own)
+            row, limit = logprobs[len(ids) + place - 1], float(limits[len(ids) + place - 1])
             for top in one["top_logprobs"]:
                 if top["logprob"] is not None and math.isfinite(top["logprob"]):
-                    largest = max(largest, abs(float(row[top["id"]]) - top["logprob"]))
+                    difference = abs(float(row[top["id"]]) - top["logprob"])
+                    largest, bound = max((largest, bound), (difference, limit), key=_excess)
             own.append(one["id"])
             if place >= len(answer) or one["id"] != answer[place]:
                 break
+        if own == answer[: len(own)]:
+            own += _unreported(answer[len(own) :], None, answer[: len(own)], tokenizer)
         if len(own) < len(answer) and ends & {*own[-1:], answer[len(own)]}:
             answer = answer[: len(own)]  # llama.cpp stops at an end token, with or without it
-        outcomes.append(compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
+        near = 2 * float(limits[len(ids) + len(own) - 2])
+        outcomes.append(compare_answers(answer, own, logprobs, len(ids), near, tokenizer))
     if not why and not largest <= bound:
         why = f"log-probabilities differ by {largest:.3g}, and rounding explains {bound:.3g}"
     if not why and any(one["outcome"] == "differs" for one in outcomes):
@@ -595,6 +731,20 @@ def _llama(
         "answers": outcomes,
         "library": f"xllamacpp {getattr(xllamacpp, '__version__', '')}".strip(),
     }
+
+
+def _unreported(expected: list[int], reported: int | None, before: list[int], tokenizer: Any) -> list[int]:
+    """The next tokens that llama.cpp leaves out of its report, because the text ends within a character after them."""
+    found: list[int] = []
+    for token in expected:
+        if token == reported or not tokenizer.decode([*before, *found, token]).endswith("\ufffd"):
+            break
+        found.append(token)
+    return found
+
+
+def _excess(pair: tuple[float, float]) -> float:
+    return pair[0] / pair[1] if pair[1] else 0.0
 
 
 def _stop_tokens(folder: Path, tokenizer: Any) -> set[int]:

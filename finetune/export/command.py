@@ -138,6 +138,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     tools = gguf.find(options.llama_cpp, kind, f"{out}-merged") if form == "gguf" else None
     if tools is not None and not options.no_verify:
         gguf.check_verifier()
+    if tools is not None:
+        gguf.check_architecture(tools, files.read_json(found.base / "config.json").get("architectures") or ())
     # The converter rounds to nearest: it gets float32, except for bfloat16, which is rounded here.
     dtype = options.dtype or {"gguf": "bfloat16" if kind == "bf16" else "float32"}.get(form)
     merge = None if form == "adapter" else _merge(found, dtype)

@@ -83,6 +83,23 @@ def check_verifier() -> None:
         )
 
 
+def check_architecture(tools: Tools, architectures: Iterable[str]) -> None:
+    """Check that the converter has the model, before anything is merged.
+
+    Args:
+        architectures: of config.json. A converter that cannot list its own is not asked.
+
+    Raises:
+        UserError: it does not.
+    """
+    env = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
+    done = subprocesses.run([sys.executable, str(tools.converter), "--print-supported-models"], env=env)
+    known = {line.strip().removeprefix("- ") for line in (done.stdout + done.stderr).splitlines()}
+    named = list(architectures)
+    if done.returncode == 0 and "Supported models:" in known and named and not known.intersection(named):
+        raise UserError(f"{tools.converter} cannot convert {', '.join(named)}. Update llama.cpp, or use --to merged.")
+
+
 def exact_kind(kind: str) -> str:
     """The type that the converter writes: `kind`, or float16 for types that are quantized from it."""
     return kind if kind in EXACT else "f16"

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from finetune.engine.model.mergeable import quantization
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
+from finetune.export.layout import Layout, Place
 from finetune.export.weights import Entry, Weights, write
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
@@ -26,13 +28,18 @@ SHARD_BYTES = 5_000_000_000  # as transformers' save_pretrained has it since 5.0
 
 @dataclass(frozen=True)
 class TensorRecipe:
-    """How a tensor of the merged model is made: from `base`, changed by the adapter at `path`."""
+    """How a tensor of the merged model is made: from `base`, changed by the adapter at `path`.
+
+    A tensor that is a part of a parameter, or that holds all experts, has the names of its changes in `parts`, each
+    with the place of the one in the other.
+    """
 
     entry: Entry
     base: str | None
     path: str | None = None
     part: str = "weight"
     transposed: bool = False
+    parts: tuple[tuple[str, Place], ...] = ()
 
 
 class Merge:
@@ -54,14 +61,19 @@ class Merge:
         self.config = files.read_json(base / "config.json")
         _check_quantization(base, self.config)
         self.model = _skeleton(base)
+        self.layout = Layout(self.model, {name: entry.shape for name, entry in self.weights.entries.items()})
         self.untied = False
         self.steps = {
             name: TensorRecipe(self._saved_entry(entry, adapter), name) for name, entry in self.weights.entries.items()
         }
         if adapter is not None:
+            adapter.name_parameters(self.model)
             shared = self._tied_names()
-            for path, change in adapter.changes.items():
-                self._change(path, change)
+            for path, change in list(adapter.changes.items()):
+                if change.experts:
+                    self._change_parameter(path, change)
+                else:
+                    self._change(path, change)
             if shared is not None:
                 self._untie(*shared)
         if dtype is not None:
@@ -108,7 +120,11 @@ class Merge:
             assert step.base is not None
             return rounding.round_to(self.weights.get(step.base), step.entry.dtype, name)
         base = self.weights.get(str(step.base))
-        if step.part == "bias":
+        if step.parts:
+            exact = base.to(torch.float32, copy=True)
+            for change, place in step.parts:
+                self.adapter.add(exact, change, place)
+        elif step.part == "bias":
             exact = self.adapter.bias(base, step.path)
         else:
             exact = self.adapter.weight(base, step.path, transposed=step.transposed)
@@ -152,8 +168,10 @@ class Merge:
             only_bias = part == "weight" and not (change.weight or change.a or change.rows)
             if not touched or only_bias:
                 continue
-            base = find_name(path, part, self.weights.entries)
             replacement = change.weight if part == "weight" else change.bias
+            if part == "weight" and self._is_in_parts(path, change):
+                continue
+            base = self._tensor_of(path, part)
             name = base
             if base is None and self._is_tied_head(path):  # the files hold it under the embedding's name
                 base, name = self._embedding_names()[0], f"{path}.{part}"
@@ -167,6 +185,62 @@ class Merge:
             if part == "weight" and change.a and change.b:
                 self._check_factors(path, change, entry.shape, transposed=transposed)
             self.steps[entry.name] = TensorRecipe(entry, base, path, part, transposed)
+
+    def _tensor_of(self, path: str, part: str) -> str | None:
+        """The one tensor of the base that is a module's weight or bias."""
+        known = self.layout.tensors(f"{path}.{part}")
+        return known[0] if len(known) == 1 else find_name(path, part, self.weights.entries)
+
+    def _is_in_parts(self, path: str, change: Change) -> bool:
+        """Plan a weight that is several tensors in the files, or one expert's in a tensor of all experts. False if it
+        is a tensor."""
+        assert self.adapter is not None
+        name = f"{path}.weight"
+        if len(self.layout.tensors(name)) > 1 or name in self.layout.unknown:
+            if change.magnitude or change.rows or self._is_transposed(path):
+                raise self._unmergeable(f"{name} is several tensors in the base's files, and it is trained by DoRA")
+            self.adapter.changes[name] = change
+            change.experts = 1
+            self._change_parameter(name, change)
+            return True
+        if change.a is None or change.b is None:
+            return False
+        place = self.layout.place_of(name, (self.adapter.shape(change.b)[0], self.adapter.shape(change.a)[1]))
+        if place is None:
+            return False
+        for setting in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+            if self.adapter.config.get(setting):  # the check and chat would compare with something else
+                raise self._unmergeable(
+                    f"{setting} with an adapter for each expert, which PEFT does not load as trained"
+                )
+        tensors = self.layout.tensors(place.parameter)
+        if self._tensor_of(path, "weight") is not None or len(tensors) != 1 or self.layout.places[tensors[0]].swapped:
+            return False
+        step = self.steps[tensors[0]]
+        self.steps[tensors[0]] = replace(step, path=path, parts=(*step.parts, (path, place)))
+        return True
+
+    def _change_parameter(self, name: str, change: Change) -> None:
+        """Plan the tensors of one parameter: experts in one tensor or one by one."""
+        assert self.adapter is not None
+        if kind := self.layout.unknown.get(name):
+            raise self._unmergeable(f"transformers makes `{name}` of the base's files by {kind}")
+        tensors = self.layout.tensors(name)
+        known = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.get(name)
+        if known is None or not tensors:
+            raise self._mismatch(f"the base has no tensor of `{name}`")
+        shape = tuple(known.shape)
+        if change.weight is not None and self.adapter.shape(change.weight) != shape:
+            wanted = self.adapter.shape(change.weight)
+            raise self._mismatch(f"`{name}` is {list(shape)} in the base and {list(wanted)} here")
+        if change.a and change.b:
+            outputs, inputs = reversed(shape[-2:]) if change.transposed else shape[-2:]
+            a, b = self.adapter.shape(change.a), self.adapter.shape(change.b)
+            if (a[1:], b[:1], b[1:]) != ((inputs,), (outputs,), a[:1]) or a[0] % change.experts:
+                raise self._mismatch(f"`{name}` is {list(shape)} in the base, and A and B are {list(a)} and {list(b)}")
+        for tensor in tensors:
+            step = self.steps[tensor]
+            self.steps[tensor] = replace(step, path=name, parts=((name, self.layout.places[tensor]),))
 
     def _check_factors(self, path: str, change: Change, shape: tuple[int, ...], *, transposed: bool) -> None:
         assert self.adapter is not None
@@ -241,6 +315,10 @@ class Merge:
         elif two.weight is None:
             two.weight = shared
 
+    def _unmergeable(self, why: str) -> UserError:
+        folder = self.adapter.folder if self.adapter else self.weights.folder
+        return UserError(f"The adapter in {folder} cannot be merged: {why}. Use --to adapter.")
+
     def _mismatch(self, why: str) -> UserError:
         folder = self.adapter.folder if self.adapter else self.weights.folder
         return UserError(
@@ -265,11 +343,7 @@ def _skeleton(folder: Path) -> Any:
 
 def _check_quantization(folder: Path, config: Mapping[str, object]) -> None:
     """Refuse formats of weights other than 16 or 32 bits and bitsandbytes' 4 bits."""
-    found = config.get("quantization_config")
-    if not isinstance(found, dict):
-        return
-    method = found.get("quant_method", "bitsandbytes")
-    if method == "bitsandbytes" and found.get("load_in_4bit", found.get("_load_in_4bit")):
+    if (method := quantization(config)) is None:
         return
     raise UserError(
         f"The weights in {folder} are quantized ({method}), which cannot be merged. Give the original 16-bit model "

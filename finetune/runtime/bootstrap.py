@@ -172,6 +172,7 @@ def start(
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
+    verdicts += core.run(patches.EVERY, without)
     for optimizer in optimizers:
         verdicts += core.run(patches.OPTIMIZERS.get(optimizer, ()), without)
     quiet_libraries(log_level)

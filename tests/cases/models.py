@@ -30,6 +30,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
     "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "gpt_oss_mxfp4": ("GptOssConfig", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "phi3": ("Phi3Config", LLAMA),
     "lfm2": ("Lfm2Config", LLAMA | {"num_hidden_layers": 4, "layer_types": CONV_LAYERS}),
     "tied": ("Qwen3Config", LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
@@ -87,11 +88,35 @@ def _change_tokenizer(kind: str, tokenizer: Any) -> None:
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
 
 
+def _to_mxfp4(folder: Path) -> None:
+    """Write the experts as gpt-oss's files have them: blocks of 32 numbers in 4 bits, each with a power of 2."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, outputs = weight.shape
+            tensors[f"{name}_blocks"] = (
+                torch.arange(experts * outputs * width // 2).view(experts, outputs, -1, 16).byte()
+            )
+            tensors[f"{name}_scales"] = torch.full((experts, outputs, width // 32), 121).byte()
+        else:
+            tensors[name] = weight.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
+
+
 def _change_files(kind: str, folder: Path) -> None:
     if kind == "bad_generation_config":  # transformers loads it, and refuses to save it
         file = folder / "generation_config.json"
         sampling = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
         file.write_text(json.dumps(json.loads(file.read_text()) | sampling))
+    elif kind == "gpt_oss_mxfp4":
+        _to_mxfp4(folder)
     elif kind == "tokenizer_of_v4":  # tokenizer_config.json as transformers 4 writes it
         added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         config = {

@@ -241,6 +241,83 @@ def test_lora_and_its_checkpoints_do_not_depend_on_sharding(tiny_model: Path, ti
     assert again["losses"] == sharded["losses"][3:] and apart(two, tmp_path / "again") < 1e-6
 
 
+# Experts of `mixture`: one for the tokens "Z", which a single row has, and one for no token.
+RARE, IDLE, EXPERTS = 1, 3, 8
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss of eight experts, with its rows in rows.jsonl."""
+    folder = tmp_path_factory.mktemp("mixture")
+    tokenizer: Any = tiny.make_tokenizer(folder)
+    model = tiny.make_moe("GptOss", vocab_size=len(tokenizer), num_local_experts=EXPERTS)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("Z"), 0] = 50
+        for layer in model.model.layers:
+            layer.mlp.router.weight[:, 0] = 0
+            layer.mlp.router.weight[RARE] = 10 * torch.eye(32)[0]
+            layer.mlp.router.bias[RARE] = -5
+            layer.mlp.router.bias[IDLE] = -1000
+    model.save_pretrained(folder)
+    rows = tiny.make_rows(folder / "rows.jsonl", 12, longest=12).read_text().splitlines()
+    rows[4] = rows[4].replace('"role": "assistant", "content": "', '"role": "assistant", "content": "ZZZ ')
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    for number, row in enumerate(rows):
+        ids = tokenizer.apply_chat_template(json.loads(row)["messages"], return_tensors="pt", return_dict=False)
+        chosen: set[int] = set()
+        with torch.no_grad():
+            for logits in model(ids, output_router_logits=True).router_logits:
+                chosen.update(logits.topk(tiny.CHOSEN).indices.flatten().tolist())
+        assert (RARE in chosen, IDLE in chosen) == (number == 4, False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "full"])
+def test_experts_without_a_token(mixture: Path, tmp_path: Path, kind: str) -> None:
+    """One expert has tokens on one rank in one step, another none at all: no rank waits, the first is trained as on one
+    rank, the second stays as it was to the bit. Also where DDP is resumed sharded, and the other way."""
+    words = ["--model.model_name_or_path", str(mixture), "--data.train_file", str(mixture / "rows.jsonl"), *PLAIN]
+    words += [
+        "--training.global_batch_size",
+        "4",
+        "--training.per_device_train_batch_size",
+        "1",
+        "--training.max_steps",
+    ]
+    words += [str(STEPS), "--training.save_steps", "3", "--training.learning_rate", "1e-2", "--training.warmup_steps"]
+    words += ["0", "--training.weight_decay", "0", "--logging.generate_samples", "0"]
+    words += ["--model.full_finetuning"] if kind == "full" else []
+    one, two, again = tmp_path / "one", tmp_path / "two", tmp_path / "again"
+    strategies = ((), SHARD) if kind == "LoRA" else (SHARD, ())
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    whole = launch.train("2 ranks", [*words, *strategies[0]], out=two, cache=tmp_path)
+    half = resumed("2 ranks", [*words, *strategies[1]], two, again, tmp_path)
+    assert half["resumed_from"].endswith("checkpoint-3")
+    assert [one["sharding"] is not None for one in (whole, half)] == [kind == "full", kind == "LoRA"]
+    assert worst(single["losses"], whole["losses"]) < 1e-5 and worst(single["losses"][3:], half["losses"]) < 1e-5
+    before = weights(mixture) if kind == "full" else weights(one / "checkpoint-3")
+    for folder in (one, two, again):
+        assert apart(one, folder) < 1e-5
+        stacked = {name: value for name, value in weights(folder).items() if "experts" in name and "bias" not in name}
+        assert len(stacked) == (4 if kind == "full" else 8)
+        for name, value in stacked.items():
+            after, was = by_expert(name, value), by_expert(name, before[name])
+            assert torch.equal(after[IDLE], was[IDLE]), name
+            assert not torch.equal(after[RARE], was[RARE]) or "lora_A" in name, name
+            changed = [not torch.equal(*pair) for pair in zip(after, was, strict=True)]
+            assert sum(changed) == EXPERTS - 1 or "lora" in name, name
+            if "lora_B" in name:  # from zero
+                assert [bool(part.any()) for part in after] == [expert != IDLE for expert in range(EXPERTS)]
+
+
+def by_expert(name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """The part of each expert: PEFT has A as [experts x rank, in], and B as [out, rank x experts]."""
+    if "lora_A" in name:
+        return list(value.unflatten(0, (EXPERTS, -1)))
+    return list(value.unflatten(1, (-1, EXPERTS)).movedim(2, 0)) if "lora_B" in name else list(value)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

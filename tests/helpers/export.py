@@ -38,15 +38,34 @@ SIZES = {
 }
 
 
+_EXPERTS = {"num_experts": 3, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
+_ROUTED = {"n_routed_experts": 3, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+_GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+# Mixtures of experts, of which a token uses all, so that no expert can be exchanged without a difference.
+MOE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS),
+    "qwen2-moe": ("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "olmoe": ("Olmoe", _EXPERTS),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "phimoe": ("Phimoe", {"num_local_experts": 3, "num_experts_per_tok": 2}),  # its router is for two of them
+    "gpt-oss": ("GptOss", {"num_local_experts": 3, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 2}),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "deepseek-v3": ("DeepseekV3", _ROUTED | _GROUPS | _LATENT | {"num_key_value_heads": 4}),
+    "glm4-moe": ("Glm4Moe", _ROUTED | _GROUPS),
+}
+
+
 def make_base(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Path:
     """A tiny model of an architecture, with its tokenizer."""
     import transformers
 
     tokenizer = tiny.make_tokenizer(folder)
     names = {"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma", "gpt2": "GPT2"}
-    sizes = SIZES if kind != "gpt2" else {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    name, own = MOE[kind] if kind in MOE else (names[kind], {})
+    sizes = SIZES | own if kind != "gpt2" else {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
     tied = {"tie_word_embeddings": False} if kind == "llama" else {}
-    config = getattr(transformers, f"{names[kind]}Config")(vocab_size=len(tokenizer), **sizes | tied | more)
+    config = getattr(transformers, f"{name}Config")(vocab_size=len(tokenizer), **sizes | tied | more)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():

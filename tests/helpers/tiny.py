@@ -13,6 +13,43 @@ CHAT_TEMPLATE = (
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 WORDS = "the cat dog runs over a red blue hill and sees seven small green birds that sing while rain falls".split()
+VOCABULARY, EXPERTS, CHOSEN = 64, 4, 2
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": CHOSEN,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Mixtures of experts with the load-balancing loss of transformers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 16},
+    "Qwen2Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Olmoe": {"num_experts": EXPERTS},
+    "GptOss": {"num_local_experts": EXPERTS, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "GraniteMoe": {"num_local_experts": EXPERTS},
+    "GraniteMoeShared": {"num_local_experts": EXPERTS, "shared_intermediate_size": 16},
+    "Ernie4_5_Moe": {"moe_num_experts": EXPERTS, "moe_k": CHOSEN, "moe_intermediate_size": 16},
+}
+_DEEPSEEK = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 16, "topk_group": 1}
+# Further ones, some with a dense layer first.
+FURTHER: dict[str, dict[str, Any]] = {
+    "Glm4Moe": _DEEPSEEK | {"first_k_dense_replace": 1, "n_group": 1, "head_dim": 16},
+    "DeepseekV3": _DEEPSEEK
+    | {"first_k_dense_replace": 1, "n_group": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    | {"qk_nope_head_dim": 4, "v_head_dim": 8},
+    "Lfm2Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "num_dense_layers": 1}
+    | {"layer_types": ["conv", "full_attention"]},
+    "Llama4Text": {"num_local_experts": EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 16, "head_dim": 16},
+    "Phimoe": {"num_local_experts": EXPERTS},
+}
 
 
 def make_tokenizer(folder: Path, vocab_size: int = 400):
@@ -53,6 +90,25 @@ def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2
         pad_token_id=tokenizer.pad_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_moe(family: str, **changes: Any) -> Any:
+    """A mixture of experts of a family, with random weights."""
+    import torch
+    import transformers
+
+    shape = SMALL | (FAMILIES | FURTHER).get(family, {}) | changes
+    config = getattr(transformers, f"{family}Config")(**shape)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
+def save_moe(family: str, folder: Path, **changes: Any) -> Path:
+    """The same in a folder, with a tokenizer."""
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(folder)
+    make_moe(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
     return folder
 
 

@@ -27,7 +27,7 @@ from finetune.config import load
 from finetune.data import formats, sources
 from finetune.engine import record
 from finetune.engine.checkpoint import output_folder
-from finetune.engine.model import adapter_targets, load_checks
+from finetune.engine.model import adapter_coverage, adapter_targets, load_checks
 from finetune.engine.preflight import config_checks, hub
 from finetune.engine.session import opening
 from finetune.errors import RunError, UserError
@@ -225,6 +225,8 @@ VALUES = [
     ("--lora.adapter_kwargs {trainable_token_indices: [-1]}", "must be at least 0"),
     ("--lora.adapter_kwargs {trainable_token_indices: {embed_tokens: [-1]}}", "must be at least 0"),
     ("--lora.adapter_kwargs {alora_invocation_tokens: abc}", "expected a list of integers or null"),
+    ("--lora.adapter_kwargs {target_parameters: [experts.down_proj]}", "use lora.target_parameters"),
+    ("--lora.target_modules []", "must not be empty, unless lora.target_parameters names what has the adapter"),
     ("--lora.adapter_kwargs {init_lora_weights: corda}", "needs a pass over the data"),
 ]
 
@@ -247,7 +249,12 @@ SHAPES = [
     ("--lora.adapter_kwargs {exclude_modules: .*}", "All modules were excluded"),
     ("--lora.adapter_kwargs {init_lora_weights: nope}", "Unknown initialization"),
     ("--lora.adapter_kwargs {monteclora_config: {a: 1}}", "unexpected keyword argument 'a'"),
-    ("--lora.adapter_kwargs {target_parameters: [q_proj.weight]}", "Trying to wrap"),
+    (
+        "--lora.target_parameters [q_proj.weight]",
+        "the weight of a layer. Name the layer in lora.target_modules: q_proj",
+    ),
+    ("--lora.target_parameters [norm.weight]", "of 1 dimension: an adapter goes on stacked experts, which have 3"),
+    ("--lora.target_parameters [experts.up]", "is the name of no parameter of the model. This model has none."),
     ("--lora.target_modules q_proj", "To name modules, give a list: [q_proj]"),
     ("--lora.target_modules q_proj,v_proj", "give a list: [q_proj, v_proj]"),
     ("--lora.target_modules [all-linear]", "Give it alone, as a string"),
@@ -325,18 +332,19 @@ def test_the_line_that_a_warning_names_covers_the_rest(
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
     sizes = shape if kind == "GPT2Config" else sizes | shape
 
-    def covered(**given: Any) -> adapter_targets.Coverage:
+    def covered(**given: Any) -> adapter_coverage.Coverage:
         config = getattr(transformers, kind)(**{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes})
         model = transformers.AutoModelForCausalLM.from_config(config)
-        assert adapter_targets.coverage(model) is None
-        found = adapter_targets.coverage(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **given)))
+        assert adapter_coverage.coverage(model) is None
+        found = adapter_coverage.coverage(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **given)))
         assert found is not None
         return found
 
     found = covered(target_modules=targets)
     assert found.warning is not None and found.share < 0.9 and bare in found.warning
-    assert ("lora.target_modules: all-linear" in found.warning) is bool(found.layers)
-    assert ("target_parameters: [" in found.warning) is bool(found.parameters)
+    assert "set lora.target_modules: all-linear (in a script" in found.warning
+    assert ("target_modules='all-linear'" in found.warning) is bool(found.layers)
+    assert ("target_parameters=[" in found.warning) is bool(found.parameters)
     everything = covered(
         target_modules="all-linear" if found.layers else targets,
         target_parameters=list(found.parameters) or None,

@@ -17,6 +17,7 @@ CANNOT_CHANGE = frozenset(
         "model.full_finetuning",
         "lora.r",
         "lora.target_modules",
+        "lora.target_parameters",
         "lora.modules_to_save",
         "lora.bias",
         "training.optim",
@@ -63,8 +64,9 @@ def result_settings(config: Config, batch: Batch, dtype: str) -> JsonObject:
     if not model.full_finetuning:
         names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "adapter_kwargs")
         found |= {f"lora.{name}": getattr(lora, name) for name in names}
-        targets, saved = lora.target_modules, lora.modules_to_save
+        targets, saved, parameters = lora.target_modules, lora.modules_to_save, lora.target_parameters
         found["lora.target_modules"] = sorted(set(targets)) if isinstance(targets, list) else targets
+        found["lora.target_parameters"] = parameters if parameters is None else sorted(set(parameters))
         found["lora.modules_to_save"] = sorted(set(saved)) if saved else None
     found["training.learning_rate"] = scaled_learning_rate(training, batch.global_batch_size)
     found |= {

@@ -4,11 +4,11 @@
     G' = G + s B A, and U' and D' alike
 
 PEFT adds B A to the weights of all experts in every pass, and computes the gradient of these weights to get that of A
-and B. Here the adapters are small products of their own. A product with the factor on the side of the model's width (A
-of gate and up, B of down) is one matrix product of each token with the factors of all experts, of which it then takes
-its own: that costs less than to handle the token once for each of its experts. The factors on the inner side are part
-of the kernel of silu(gate) * up, which also multiplies by the routing weight w, so that the tokens' results are only to
-be added.
+and B. Here the adapters are small products of their own. The kernels that sort tokens by expert, and that of silu(gate)
+* up, multiply by the adapters' factors what they have read. The latter also multiplies by the routing weight w, so that
+the results of a token's experts are only to be added. What goes from the adapters to these sums, and the gradients of
+their outer factors, are matrix products of all tokens and all experts at once, most of whose entries are zeros: a pass
+over a token's row for each of its experts costs more.
 
 `install` puts this in place of the forward method of the experts. Whatever it does not compute goes through PEFT and
 transformers or Unsloth as before.
@@ -68,9 +68,15 @@ class Routing:
         table = pairs.new_zeros(tokens * experts, rank)
         return table.index_copy_(0, self.slot, pairs).view(tokens, experts * rank)
 
-    def select(self, table: torch.Tensor) -> torch.Tensor:
-        """The opposite: the columns of each pair's expert."""
-        return table.view(len(table) * len(self.ends), -1).index_select(0, self.slot)
+    def gather(self, x: torch.Tensor, a: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of x (tokens, k) for the pairs (pairs, k), and them times a^T (pairs, rank) for a (experts, rank,
+        k), None without it. In one kernel on a GPU."""
+        if x.is_cuda:
+            from finetune.engine.kernels import triton_experts
+
+            return triton_experts.gather(x, self.token, self.ends, a)
+        pairs = x.index_select(0, self.token)
+        return pairs, None if a is None else self.product(pairs, a.transpose(1, 2))
 
     def product(self, pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """(pairs, k) times the weights (experts, k, n) of each pair's expert."""
@@ -119,8 +125,9 @@ class _Experts(torch.autograd.Function):
         (first, last), (scaling, last_scaling) = experts.weights(x.dtype), experts.scalings
         a, b, last_a, last_b = factors
         routing = Routing.of(numbers, len(first))
-        inner = None if a is None else routing.select(x @ a.flatten(0, 1).t())
-        gate_up = routing.product(x.index_select(0, routing.token), first.transpose(1, 2))
+        pairs, inner = routing.gather(x, a)
+        gate_up = routing.product(pairs, first.transpose(1, 2))
+        del pairs
         sorted_weights = weights.reshape(-1).index_select(0, routing.order).float()
         h, last_inner = gated(gate_up, sorted_weights, routing, inner, b, scaling, last_a)
         y = routing.sum(routing.product(h, last.transpose(1, 2)), len(x))
@@ -136,12 +143,14 @@ class _Experts(torch.autograd.Function):
         routing, (scaling, last_scaling) = ctx.routing, ctx.experts.scalings
         first, last = ctx.experts.weights(x.dtype)
         (dy,) = gradients
-        da = db = dlast_a = dlast_b = dlast_inner = None
+        da = db = dlast_a = dlast_b = None
+        pairs, dlast_inner = routing.gather(dy, last_b)
         if last_b is not None:
-            dlast_inner = routing.select(dy @ last_b.flatten(0, 1).t()) * last_scaling
             spread = routing.spread(last_inner, len(x))
             dlast_b = (spread.t() @ dy).view_as(last_b) * last_scaling
-        dh = routing.product(dy.index_select(0, routing.token), last)
+        dh = routing.product(pairs, last)
+        del pairs
+        dlast_inner = None if dlast_inner is None else dlast_inner * last_scaling
         dgate_up, dinner, dweights, h = gated_backward(
             gate_up, weights, dh, routing, inner, b, scaling, dlast_inner, last_a
         )

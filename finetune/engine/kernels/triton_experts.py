@@ -30,6 +30,33 @@ def _tile(ends, EXPERTS: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr):  
 
 
 @triton.jit(do_not_specialize=["tiles"])
+def _gather(
+    x, token, ends, a, pairs, product, columns, tiles,
+    RANK: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Each program handles a block of one expert's rows and loops over the columns."""
+    expert, first, end = _tile(ends, EXPERTS, ALL, ROWS)
+    if first < end:
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        source = tl.load(token + row, mask=row < end, other=0)
+        own_a = a + expert.to(tl.int64) * RANK * columns
+        total = tl.zeros([ROWS, PADDED], tl.float32)
+        for at in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+            column = at + tl.arange(0, COLUMNS)
+            inside = (row < end)[:, None] & (column < columns)[None, :]
+            given = tl.load(x + source[:, None] * columns + column[None, :], mask=inside, other=0.0)
+            tl.store(pairs + row[:, None] * columns + column[None, :], given, mask=inside)
+            if RANK > 0:
+                right = right_part(own_a, columns, 1, column, columns, RANK, PADDED)
+                total += tl.dot(given, tl.trans(right), input_precision=PRECISION)
+        if RANK > 0:
+            k = tl.arange(0, PADDED)
+            inside = (row < end)[:, None] & (k < RANK)[None, :]
+            tl.store(product + row[:, None] * RANK + k[None, :], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _gated(
     gate_up, inner, b, scaling, weights, h, last_a, product, ends, columns, tiles,
     RANK: tl.constexpr, LAST_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
@@ -146,6 +173,21 @@ def sum_of_pairs(pairs: torch.Tensor, place: torch.Tensor, tokens: int) -> torch
         grid = tokens, triton.cdiv(columns, width)
         _sum[grid](pairs, place, y, columns, CHOSEN=len(place) // max(tokens, 1), COLUMNS=width, num_warps=8)
     return y
+
+
+def gather(
+    x: torch.Tensor, token: torch.Tensor, ends: torch.Tensor, a: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`Routing.gather` for contiguous tensors."""
+    x = x.contiguous()
+    rows, columns = len(token), x.shape[1]
+    pairs, rank = x.new_empty(rows, columns), 0 if a is None else a.shape[1]
+    product = pairs if a is None else x.new_empty(rows, rank)
+    constants = _constants(x, ends, rank)
+    tiles = triton.cdiv(rows, constants["ROWS"]) + len(ends)
+    with torch.cuda.device(x.device):
+        _gather[(tiles,)](x, token, ends, _or(a, x), pairs, product, columns, tiles, RANK=rank, **constants)
+    return pairs, None if a is None else product
 
 
 def gated(

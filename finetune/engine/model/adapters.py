@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.config import Config
-from finetune.engine.model import adapter_targets
+from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.load_errors import explain_adapter_error
 from finetune.runtime.types import JsonObject
 
@@ -25,17 +25,17 @@ def add_adapter(model: Any, config: Config) -> Any:
     with explain_adapter_error(config):
         return get_peft_model(
             model,
-            LoraConfig(task_type="CAUSAL_LM", **(transposed | adapter_arguments(config))),
+            LoraConfig(task_type="CAUSAL_LM", **(transposed | adapter_arguments(model, config))),
         )
 
 
-def adapter_arguments(config: Config) -> JsonObject:
-    """Arguments of a new adapter, as PEFT and Unsloth name them."""
+def adapter_arguments(model: Any, config: Config) -> JsonObject:
+    """Arguments of a new adapter on a model, as PEFT and Unsloth name them."""
     lora = config.lora
     names = ("r", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "bias")
     return (
         {name: getattr(lora, name) for name in names}
-        | {"target_modules": adapter_target_modules(config)}
+        | expert_targets.resolve(model, config, adapter_target_modules(config))
         | lora.adapter_kwargs
     )
 

@@ -11,6 +11,7 @@ from finetune.runtime.bootstrap import Stack
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
+    from transformers.utils.quantization_config import Mxfp4Config
 
 
 def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
@@ -43,6 +44,17 @@ def quantization_config(bits: int | None, dtype: torch.dtype) -> BitsAndBytesCon
             bnb_4bit_compute_dtype=dtype,
         )
     return BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else None
+
+
+def dequantization_config(name: str, revision: str | None) -> Mxfp4Config | None:
+    """Of a model whose files have experts in MXFP4, as gpt-oss's: 16 bits. transformers' kernels for MXFP4 have no
+    backward pass."""
+    from transformers import PretrainedConfig
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    found, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    quantized = found.get("quantization_config") or {}
+    return Mxfp4Config(dequantize=True) if quantized.get("quant_method") == "mxfp4" else None
 
 
 def attention_arguments(config: Config) -> dict[str, str]:

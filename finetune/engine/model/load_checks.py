@@ -55,7 +55,8 @@ def check_on_meta_model(config: Config, stack: Stack) -> None:
 
     model, lora = config.model, config.lora
     adapts = not (model.full_finetuning or lora.continue_adapter)
-    adapts = adapts and bool(lora.target_modules or lora.modules_to_save or lora.adapter_kwargs)
+    named = lora.target_modules or lora.target_parameters or lora.modules_to_save
+    adapts = adapts and bool(named or lora.adapter_kwargs or lora.lora_dropout)
     if not (adapts or model.attn_implementation) or model.loader or model.loader_kwargs or model.trust_remote_code:
         return
     attention = attention_arguments(config) if stack.backend == "transformers" else {}

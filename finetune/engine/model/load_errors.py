@@ -63,6 +63,10 @@ _WRONG_FILES = {
         "it is not a causal language model",
         "Use a model that generates text",
     ),
+    "but you are passing a BitsAndBytesConfig": (
+        "its weights are quantized already",
+        "Set model.load_in_4bit and model.load_in_8bit to false, or use a model with 16-bit weights",
+    ),
     "Validation error for field": ("its config.json is not valid", "Copy or download it again"),
     "ignore_mismatched_sizes": (
         "its weights do not have the shapes in its config.json",
@@ -112,8 +116,9 @@ def explain_adapter_error(config: Config) -> Iterator[None]:
         message = " ".join(str(error).split())
         if any(f"unexpected keyword argument '{name}'" in message for name in config.lora.adapter_kwargs):
             raise
-        given = {"target_modules": config.lora.target_modules, "modules_to_save": config.lora.modules_to_save}
-        keys = [f"lora.{key}" for key, value in given.items() if value is not None]
+        names = ("target_modules", "target_parameters", "modules_to_save")
+        keys = [f"lora.{name}" for name in names if getattr(config.lora, name) is not None]
+        keys += ["lora.lora_dropout"] if config.lora.lora_dropout else []
         keys += [f"lora.adapter_kwargs ({', '.join(config.lora.adapter_kwargs)})"] if config.lora.adapter_kwargs else []
         if not keys:
             raise

@@ -12,10 +12,11 @@ import torch
 
 from finetune.config import Config
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
-from finetune.engine.model import adapter_targets
+from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
 from finetune.engine.model.load_arguments import (
     attention_arguments,
+    dequantization_config,
     quantization_bits,
     quantization_config,
     resolve_dtype,
@@ -119,14 +120,14 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
             model,
             use_gradient_checkpointing=checkpointing,
             random_state=adapter_seed(config),
-            **adapter_arguments(config),
+            **adapter_arguments(model, config),
         )
 
 
 def _load_transformers(
     config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, without_weights: bool = False
 ) -> Any:
-    from peft import PeftConfig, PeftModel, prepare_model_for_kbit_training
+    from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
 
     name = str(config.model.model_name_or_path)
@@ -137,12 +138,13 @@ def _load_transformers(
     if without_weights:
         model: Any = unit_loading.meta_model(config, stored, attention_arguments(config))
     else:
+        revision = None if continue_adapter else config.model.revision
         model = AutoModelForCausalLM.from_pretrained(
             base,
-            revision=None if continue_adapter else config.model.revision,
+            revision=revision,
             dtype=stored,
             device_map={"": "cpu"} if shard.is_requested(config) else stack.device_map,
-            quantization_config=quantization,
+            quantization_config=quantization or dequantization_config(base, revision),
             trust_remote_code=config.model.trust_remote_code,
             **attention_arguments(config),
         )
@@ -150,11 +152,7 @@ def _load_transformers(
         return model
     checkpointing = bool(config.training.gradient_checkpointing)
     if quantization is not None:
-        model = prepare_model_for_kbit_training(
-            model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
+        _prepare_quantized(model, checkpointing)
     elif checkpointing:
         model.enable_input_require_grads()
     if continue_adapter:
@@ -162,3 +160,16 @@ def _load_transformers(
     adapter_targets.check(model, config, adapter_target_modules(config), "transformers")
     torch.manual_seed(adapter_seed(config))
     return add_adapter(model, config)
+
+
+def _prepare_quantized(model: Any, checkpointing: bool) -> None:
+    """What PEFT's `prepare_model_for_kbit_training` does: freeze all, compute norms and embeddings in float32. It would
+    do that to stacked experts as well, which bitsandbytes leaves in 16 bits: most of the model, in twice the memory."""
+    model.requires_grad_(False)
+    stacked = {id(one) for one in expert_targets.stacked_weights(model).values()}
+    for one in model.parameters():
+        packed = type(one).__name__ == "Params4bit"
+        if one.dtype in (torch.float16, torch.bfloat16) and not packed and id(one) not in stacked:
+            one.data = one.data.float()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -75,7 +75,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
     from finetune.engine.job import layout_facts
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
 
     hosts = multinode.hosts()
@@ -99,7 +99,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             active_parameters=job.size.active_parameters,
             trainable_parameters=job.size.trainable_parameters,
             experts=experts_of(job),
-            lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
+            lora_coverage=covered.to_dict() if (covered := adapter_coverage.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from finetune.config import Config, scaled_learning_rate
+from finetune.runtime import files
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
 from finetune.runtime.types import JsonObject
@@ -34,7 +35,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     from finetune.data import ledger
     from finetune.engine.job import layout_facts
     from finetune.engine.kernels import fp8, grouped_experts, liger
-    from finetune.engine.model import adapter_targets
+    from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -63,10 +64,12 @@ def print_introduction(job: Job, start: StartPoint) -> None:
             f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
             f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}"
         )
-    if (covered := adapter_targets.coverage(job.model)) is not None:
-        print_line(f"Adapter on {covered.share:.0%} of the linear weights")
+    if (covered := adapter_coverage.coverage(job.model)) is not None:
+        print_line(covered.summary)
         if covered.warning is not None:
             print_line(f"warning: {covered.warning}", style="yellow")
+    if (missing := _missing_exports(job)) is not None:
+        print_line(f"warning: {missing}", style="yellow")
     if job.unpacked_because:
         warned = config.data.packing  # asked for, and not what happens
         prefix = "warning: " if warned else ""
@@ -84,6 +87,11 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
+    quantized = next((key for key in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(config.model, key)), "")
+    if quantized and (kept := adapter_coverage.unquantized_experts(job.model)) is not None:
+        by_unsloth = quantized == "load_in_4bit" and job.stack.backend != "unsloth"
+        remedy = ". On a GPU, model.backend: unsloth quantizes them" if by_unsloth else ""
+        print_line(f"warning: model.{quantized} quantizes linear layers only: {kept}{remedy}", style="yellow")
     if config.model.load_in_fp8:
         print_line(f"FP8: {fp8.summary(job.model)}")
     for verdict in job.stack.patches:
@@ -108,6 +116,19 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
         f"({size.seconds:.1f} s)"
     )
+
+
+def _missing_exports(job: Job) -> str | None:
+    """What the adapter will not be exported as, and what works."""
+    from finetune.engine.model import mergeable
+    from finetune.engine.preflight import adapter_files
+
+    adapters = getattr(job.model, "peft_config", None)
+    if not adapters:
+        return None
+    folder = adapter_files.base_folder(job.config)
+    shape = files.read_json(folder / "config.json") if folder is not None else {}
+    return mergeable.warning(next(iter(adapters.values())).to_dict(), shape)
 
 
 def _threads(job: Job) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finetune import chat
 from finetune.chat import load as loading
 from finetune.engine.checkpoint import run_artifacts
 from finetune.errors import UserError
-from tests.helpers import tiny
+from tests.helpers import export, tiny
 
 
 def test_a_run_that_has_not_finished_stands_for_its_newest_complete_checkpoint(copy: Path) -> None:
@@ -137,3 +138,20 @@ def test_unsloth_is_refused_for_what_it_would_not_load(tmp_path: Path) -> None:
         loading.choose_backend(
             "unsloth", run_artifacts.TrainedModel(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere"
         )
+
+
+def test_a_mixture_of_experts_answers_as_its_merged_export(tmp_path: Path) -> None:
+    base = export.make_base(tmp_path / "base", "qwen3-moe", torch.float32)
+    lora = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    export.make_run(tmp_path / "run", base, **lora)
+    export.merge(tmp_path / "run", base, tmp_path / "merged")
+    for file in (*base.glob("*token*"), base / "chat_template.jinja"):
+        (tmp_path / "merged" / file.name).write_bytes(file.read_bytes())
+    given = ["--backend", "transformers", "--max-new-tokens", "12", "--prompts", str(tmp_path / "prompts.txt")]
+    (tmp_path / "prompts.txt").write_text("the cat runs\nsing\n")
+    answers = []
+    for folder in ("run", "merged", "base"):
+        assert chat.main([str(tmp_path / folder), "--json", str(tmp_path / "found.json"), *given]) == 0
+        found = json.loads((tmp_path / "found.json").read_text())
+        answers.append([one["answer"] for one in found["answers"]])
+    assert answers[0] == answers[1] != answers[2]

@@ -81,7 +81,7 @@ WRONG = [
     ("training", "push_to_hub", True),
     ("training", "lora_alpha", 16),
     ("lora", "lora_dropout", 1.0),
-    ("lora", "target_modules", []),
+    ("data", "train_on_roles", []),
     ("lora", "bias", "some"),
     ("data", "packing", "yes"),
     ("data", "train", [{"path": "a.jsonl"}]),

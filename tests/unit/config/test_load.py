@@ -190,7 +190,7 @@ def test_file_and_command_line_are_reported_together(write):
         ("--lora.lora_dropout=1", "in [0, 1)"),
         ("--lora.lora_dropout=-0.1", "in [0, 1)"),
         ("--data.eval_fraction=1.0", "in [0, 1)"),
-        ("--lora.target_modules=[]", "not empty"),
+        ("--data.train_on_roles=[]", "not empty"),
         ("--lora.modules_to_save=[1]", "a list of strings or null"),
         ("--data.columns=[a]", "a mapping of strings to strings"),
         ("--data.columns={a: 1}", "a mapping of strings to strings"),

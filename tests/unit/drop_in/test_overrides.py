@@ -14,6 +14,7 @@ from finetune.config.arguments import SCRIPT_KEYS
 from finetune.config.load import overrides
 from finetune.config.schema import KEYS, ConfigError
 from finetune.errors import UserError
+from tests.helpers import tiny
 from tests.helpers.drop_in import losses
 
 
@@ -180,8 +181,9 @@ def test_only_a_model_that_is_named_is_sharded(make: Callable[..., Any], monkeyp
             make(**arguments)
 
 
-def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  # noqa: F811
-    """The engine's own settings make the same adapter as PEFT by the script's."""
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # PEFT's own
+def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The engine's own settings make the same adapter as PEFT by the script's, of a mixture of experts as well."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -191,16 +193,25 @@ def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  #
     from finetune.drop_in.backbone import engine_lora_config
     from finetune.engine.model.adapters import add_adapter
 
-    for chosen in (
-        LoraConfig(),
-        LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_rslora=True, bias="lora_only"),
-        LoraConfig(target_modules={"q_proj"}, rank_pattern={"q_proj": 2}, init_lora_weights="gaussian", use_dora=True),
+    experts, projections = tiny.save_moe("Glm4Moe", tmp_path / "experts"), ["q_proj", "gate_proj", "up_proj"]
+    for base, chosen in (
+        (model, LoraConfig()),
+        (model, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_rslora=True, bias="lora_only")),
+        (
+            model,
+            LoraConfig(
+                target_modules={"q_proj"}, rank_pattern={"q_proj": 2}, init_lora_weights="gaussian", use_dora=True
+            ),
+        ),
+        (experts, LoraConfig(target_modules="all-linear")),
+        (experts, LoraConfig(target_modules=projections)),
+        (experts, LoraConfig(target_modules=["o_proj"], target_parameters=["experts.down_proj"])),
     ):
         chosen.task_type = "CAUSAL_LM"
-        settings = Config(model=ModelConfig(model_name_or_path=str(model)), lora=engine_lora_config(chosen, str(model)))
+        settings = Config(model=ModelConfig(model_name_or_path=str(base)), lora=engine_lora_config(chosen, str(base)))
         weights = []
         for make_adapter, how in ((get_peft_model, chosen), (add_adapter, settings)):
             torch.manual_seed(0)
-            weights.append(make_adapter(AutoModelForCausalLM.from_pretrained(model), how).state_dict())
+            weights.append(make_adapter(AutoModelForCausalLM.from_pretrained(base), how).state_dict())
         assert weights[0].keys() == weights[1].keys()
         assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())

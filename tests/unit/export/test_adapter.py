@@ -16,7 +16,6 @@ pytestmark = WARNINGS
 
 REFUSED: dict[str, dict[str, Any]] = {
     "init_lora_weights: pissa": {"init_lora_weights": "pissa"},
-    "target_parameters": {"target_parameters": ["experts.gate_up_proj"]},
     "layer_replication": {"layer_replication": [[0, 2]]},
     "not LORA": {"peft_type": "VERA"},
     "a_later_field": {"a_later_field": {"x": 1}},

@@ -191,3 +191,30 @@ def test_llama_cpp_has_what_the_check_uses() -> None:
     parameters = xllamacpp.CommonParams()
     parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = "model.gguf", 64, 1, False
     assert parameters.model.path == "model.gguf" and callable(xllamacpp.Server.handle_completions)
+
+
+def test_experts_are_compared_as_the_reference_chose_them(check: ModuleType) -> None:
+    """Scores that are nearly equal may part at any rounding, and the logits with them."""
+    before = torch.tensor([[0.5, 0.3, 0.2999, 0.1], [0.6, 0.4, 0.2, 0.1]])
+    after = torch.tensor([[0.5, 0.2999, 0.3, 0.1], [0.6, 0.4, 0.2, 0.1]])
+    with check.Choices() as chosen:
+        torch.topk(before, 2, dim=-1)
+    with check.Choices(chosen.experts) as same:
+        values, experts = after.topk(2)
+    assert experts.tolist() == [[0, 1], [0, 1]] and values[0].tolist() == pytest.approx([0.5, 0.2999])
+    assert (same.count, same.others) == (4, 1)
+    (others,) = chosen.other_experts(same)
+    assert others.tolist() == [[0, 2], [0, 1]]  # the second row's are too far apart
+    found: dict[str, Any] = {"tensors": {"wrong": []}, "logits": {"difference": 0, "bound": 1}, "answers": []}
+    assert check.verdict(found | {"experts": {"chosen": 100, "others": 4, "bound": 5.0}}) == ""
+    assert "choose 40 of 100 experts" in check.verdict(found | {"experts": {"chosen": 100, "others": 40, "bound": 5}})
+
+
+def test_tokens_that_llama_cpp_does_not_report(check: ModuleType) -> None:
+    """Those after which the text ends within a character."""
+    pieces = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:]}
+    tokenizer = SimpleNamespace(decode=lambda ids: b"".join(pieces[one] for one in ids).decode(errors="replace"))
+    assert check._unreported([2, 3, 1], 3, [1], tokenizer) == [2]
+    assert check._unreported([1, 2, 3], 1, [], tokenizer) == []
+    assert check._unreported([1, 3], 3, [], tokenizer) == []  # a token was left out that should have been reported
+    assert check._unreported([2], None, [1], tokenizer) == [2]

@@ -18,6 +18,8 @@ pytestmark = WARNINGS
 
 CONVERTER = """
 import sys
+if sys.argv[1:] == ["--print-supported-models"]:
+    sys.exit("usage: no such option")
 model, file, kind = sys.argv[1], sys.argv[3], sys.argv[5]
 assert sys.argv[2] == "--outfile" and sys.argv[4] == "--outtype"
 if kind == "f32":
@@ -92,3 +94,17 @@ def test_the_converter_of_the_user_runs_on_the_merged_model(
     capsys.readouterr()
     assert "convert_hf_to_gguf.py failed: no such model" in ends(capsys, [*arguments, "--gguf-type", "f32"], 1)
     assert not out.exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.process
+def test_a_model_that_the_converter_lacks_is_refused_before_merging(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "import sys\nsys.stderr.write('Supported models:\\nTEXT models:\\n  - {}\\n')\n"
+    (tmp_path / gguf.CONVERTER).write_text(listed.format("Qwen3MoeForCausalLM"))
+    monkeypatch.setattr(command, "_merge", lambda *given: pytest.fail("merged"))
+    arguments = [str(run_folder), "--to", "gguf", "--llama-cpp", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--no-verify"]
+    assert "cannot convert LlamaForCausalLM. Update llama.cpp, or use --to merged" in ends(capsys, arguments, 2)
+    (tmp_path / gguf.CONVERTER).write_text(listed.format("LlamaForCausalLM"))
+    gguf.check_architecture(gguf.find(tmp_path, "f16", "m"), ["LlamaForCausalLM"])

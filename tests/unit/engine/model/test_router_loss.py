@@ -7,42 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from finetune.data.collate import collate
 from finetune.engine.model import router_loss
+from tests.helpers.tiny import CHOSEN, EXPERTS, FAMILIES, VOCABULARY, make_moe
 
-VOCABULARY, EXPERTS, CHOSEN, COEFFICIENT = 64, 4, 2, 0.5
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_experts_per_tok": CHOSEN,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 16},
-    "Qwen2Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "Mixtral": {"num_local_experts": EXPERTS},
-    "Olmoe": {"num_experts": EXPERTS},
-    "GptOss": {"num_local_experts": EXPERTS, "head_dim": 16, "layer_types": ["full_attention"] * 2},
-    "GraniteMoe": {"num_local_experts": EXPERTS},
-    "GraniteMoeShared": {"num_local_experts": EXPERTS, "shared_intermediate_size": 16},
-    "Ernie4_5_Moe": {"moe_num_experts": EXPERTS, "moe_k": CHOSEN, "moe_intermediate_size": 16},
-}
-
-
-def tiny_moe(family: str, **changes: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(**SMALL | FAMILIES.get(family, {}) | changes)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+COEFFICIENT = 0.5
 
 
 def documents(count: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -111,7 +82,7 @@ def batches_of(rows: list[Any], size: int, pack_length: int | None) -> list[dict
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_a_step_is_the_mean_over_documents_by_any_division(size: int, pack_length: int | None) -> None:
     rows = documents()
-    one, other = tiny_moe("Qwen3Moe"), tiny_moe("Qwen3Moe")
+    one, other = make_moe("Qwen3Moe"), make_moe("Qwen3Moe")
     expected = reference(one, rows)
     found = trained(other, batches_of(rows, size, pack_length), rows)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -121,7 +92,7 @@ def test_a_step_is_the_mean_over_documents_by_any_division(size: int, pack_lengt
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_models(family: str) -> None:
     rows = documents()
-    one, other = tiny_moe(family), tiny_moe(family)
+    one, other = make_moe(family), make_moe(family)
     expected = reference(one, rows)
     found = trained(other, batches_of(rows, 7, None), rows)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -132,7 +103,7 @@ def test_families_of_models(family: str) -> None:
 def test_recomputed_layers_have_the_same_gradient(reentrant: bool) -> None:
     """Reentrant checkpointing, as Unsloth's on a GPU, computes the first forward pass without a graph."""
     rows = documents()
-    one, other = tiny_moe("Qwen3Moe"), tiny_moe("Qwen3Moe")
+    one, other = make_moe("Qwen3Moe"), make_moe("Qwen3Moe")
     reference(one, rows)
     other.gradient_checkpointing_enable({"use_reentrant": reentrant})
     other.enable_input_require_grads()
@@ -143,17 +114,17 @@ def test_recomputed_layers_have_the_same_gradient(reentrant: bool) -> None:
 def test_what_scales_the_loss_scales_the_term() -> None:
     """A gradient scaler, or the world size before DDP's mean over ranks."""
     rows = documents()
-    one, other = tiny_moe("Qwen3Moe"), tiny_moe("Qwen3Moe")
+    one, other = make_moe("Qwen3Moe"), make_moe("Qwen3Moe")
     plain = trained(one, batches_of(rows, 3, None), rows)
     assert trained(other, batches_of(rows, 3, None), rows, scale=64.0) == plain
     torch.testing.assert_close(gradients(other), gradients(one), rtol=1e-4, atol=1e-6)
 
 
 def test_a_forward_pass_outside_training_adds_nothing() -> None:
-    model = tiny_moe("Qwen3Moe")
+    model = make_moe("Qwen3Moe")
     trained(model, batches_of(documents(), 7, None), documents())
     model.zero_grad()
-    fresh = tiny_moe("Qwen3Moe")
+    fresh = make_moe("Qwen3Moe")
     ids = torch.arange(3, 20)[None]
     for each in (model, fresh):
         each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -161,19 +132,19 @@ def test_a_forward_pass_outside_training_adds_nothing() -> None:
 
 
 def test_a_model_with_one_expert_has_no_term() -> None:
-    assert router_loss.install(tiny_moe("GraniteMoe", num_local_experts=1, num_experts_per_tok=1), 0.01) is None
+    assert router_loss.install(make_moe("GraniteMoe", num_local_experts=1, num_experts_per_tok=1), 0.01) is None
 
 
 def test_models_without_router_logits_are_refused_with_the_remedy() -> None:
     with pytest.raises(
         router_loss.NoRoutersError, match="LlamaForCausalLM does not return.*router_aux_loss_coef to 0.0"
     ):
-        router_loss.install(tiny_moe("Llama"), 0.01)
+        router_loss.install(make_moe("Llama"), 0.01)
 
 
 def test_routers_that_a_forward_pass_leaves_out_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel for the whole block would: the term would be missing without a word."""
-    model = tiny_moe("Qwen3Moe")
+    model = make_moe("Qwen3Moe")
     for layer in model.model.layers:
         monkeypatch.setattr(layer.mlp, "forward", lambda hidden: hidden)
     with pytest.raises(router_loss.NoRoutersError, match="without calling its routers.*router_aux_loss_coef"):
@@ -197,7 +168,7 @@ class EveryExpert:
 def test_compiled_layers_without_graph_breaks(recomputed: bool) -> None:
     """As Unsloth compiles them. What depends on the forward pass alone is not computed before its end."""
     rows = documents()
-    one, other = tiny_moe("Qwen3Moe", num_hidden_layers=1), tiny_moe("Qwen3Moe", num_hidden_layers=1)
+    one, other = make_moe("Qwen3Moe", num_hidden_layers=1), make_moe("Qwen3Moe", num_hidden_layers=1)
     reference(one, rows)
     layer = other.model.layers[0]
     layer.mlp.experts.forward = EveryExpert(layer.mlp.experts)

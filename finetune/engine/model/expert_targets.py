@@ -1,0 +1,246 @@
+"""Which weights of a mixture of experts an adapter is put on.
+
+transformers keeps the experts of a layer as stacked parameters of three dimensions, such as `experts.gate_up_proj`.
+PEFT puts an adapter on a parameter by `target_parameters`, and what it makes of module names depends on the model: of
+one it adapts no expert, of another the router as well, with twice the rank, and no layer beside the experts. So module
+names are resolved here, into the same targets for every model and backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.engine.model import router_loss
+from finetune.errors import UserError
+from finetune.runtime.types import JsonObject, Model
+from finetune.text import counted
+
+# Stacked weights, by the names of the layers that they hold: in transformers today, in transformers 4, in Mixtral's
+# files.
+_HOLDS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("w2",),),
+    "gate_proj": (("w1",),),
+    "up_proj": (("w3",),),
+}
+# Names that PEFT takes for those of experts, or of a router, in some models: it would look for no layer beside them.
+EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+INITIALIZATIONS = (True, False, "gaussian")
+# Arguments of PEFT's LoraConfig that its adapter of a parameter refuses or ignores, and the value without effect.
+_ARGUMENTS = {"use_dora": False, "lora_bias": False, "velora_config": None, "kasa_config": None}
+_ARGUMENTS |= {"alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None, "arrow_config": None}
+
+
+def original_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """Also of stacked experts that Unsloth has packed into 4 bits."""
+    return tuple(getattr(weight, "_original_shape", None) or weight.shape)
+
+
+def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
+    """The stacked experts of the language model, by the full names of the parameters."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = base.get_decoder()
+    decoder = decoder if isinstance(decoder, torch.nn.Module) else base
+    inside = {id(module) for module in decoder.modules()}
+    return {
+        f"{path}.{name}": weight
+        for path, module in base.named_modules()
+        if id(module) in inside and not isinstance(module, torch.nn.modules.conv._ConvNd)
+        for name, weight in module.named_parameters(recurse=False)
+        if len(original_shape(weight)) == 3
+    }
+
+
+def routers(model: Model) -> dict[int, torch.nn.Module]:
+    """The modules that choose experts, by their ids."""
+    declared = {id(module): module for module, _ in router_loss.routers(model)}
+    return declared | {id(module): module for module in model.modules() if type(module).__name__.endswith("Router")}
+
+
+def short_name(path: str) -> str:
+    """The name of a parameter inside its layer: `mlp.experts.gate_up_proj`."""
+    parts = [part for part in path.split(".") if part != "base_layer"]
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[number + 1 :])
+
+
+def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -> JsonObject:
+    """`target_modules` and `target_parameters` of the adapter, for a model that has none yet.
+
+    Args:
+        targets: as PEFT's target_modules.
+
+    Raises:
+        UserError: a name of `lora.target_parameters` is that of no stacked weight, names are of a part of one, or
+            PEFT's adapter of stacked experts does not have an option that is set.
+    """
+    lora = config.lora
+    stacked = stacked_weights(model)
+    given = None if lora.target_parameters is None else _given_parameters(model, stacked, lora.target_parameters)
+    if not stacked or targets is None or "target_modules" in lora.adapter_kwargs:  # the last: PEFT's meaning of them
+        found = {"target_modules": targets}
+        return found if given is None else found | {"target_parameters": given}
+    modules = dict(model.named_modules())
+    choosing = routers(model)
+    names = _selected_modules(model, modules, targets, choosing)
+    parameters = given
+    if parameters is None:
+        chosen = [path for path in stacked if _is_selected(path, targets) and not _is_left_out(path, config)]
+        if targets != "all-linear":
+            named = [path for path, module in modules.items() if id(module) in choosing and _matches(targets)(path)]
+            chosen += [f"{path}.weight" for path in named if path not in names]
+        parameters = _endings(chosen, (name for name, _ in model.named_parameters()), least=3)
+    if parameters:
+        _check_options(config, parameters)
+    by_place = [path for path in names if path.rpartition(".")[2] in EXPERT_NAMES]
+    by_name = [path for path in names if path not in set(by_place)]
+    found = _endings(by_name, modules, least=1) + _endings(by_place, modules, least=2)
+    return {"target_modules": found, "target_parameters": parameters}
+
+
+def names_stacked(path: str, targets: Sequence[str] | str) -> bool:
+    """Whether names, or a regular expression, are of a stacked weight or of a part of it."""
+    leaf = path.rpartition(".")[2]
+    names = {leaf}.union(*_HOLDS.get(leaf, ()))
+    return any(_is_named(path, name, targets) for name in names)
+
+
+def _matches(targets: Sequence[str] | str) -> Callable[[str], bool]:
+    """Whether a name is selected as PEFT selects modules: by a list of endings, or a regular expression."""
+    if isinstance(targets, str):
+        pattern = re.compile(targets)
+        return lambda name: pattern.fullmatch(name) is not None
+    return lambda name: any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _is_named(path: str, name: str, targets: Sequence[str] | str) -> bool:
+    """Whether a name in the place of a stacked weight is selected. A regular expression may name each expert, as
+    transformers 4 does."""
+    matches, place = _matches(targets), path.rpartition(".")[0]
+    return matches(f"{place}.{name}") or isinstance(targets, str) and matches(f"{place}.0.{name}")
+
+
+def _is_selected(path: str, targets: Sequence[str] | str) -> bool:
+    """Whether all that a stacked weight holds is selected.
+
+    Raises:
+        UserError: a part of it is.
+    """
+    leaf = path.rpartition(".")[2]
+    if targets == "all-linear" or _is_named(path, leaf, targets):
+        return True
+    for names in _HOLDS.get(leaf, ()):
+        found = [name for name in names if _is_named(path, name, targets)]
+        if len(found) == len(names):
+            return True
+        if found:
+            lacks = ", ".join(name for name in names if name not in found)
+            raise UserError(
+                f"lora.target_modules names {', '.join(found)} without {lacks}, but the experts of this model hold "
+                f"them in one weight, {short_name(path)}. Name both, or give the experts' weights in "
+                "lora.target_parameters ([] for none)."
+            )
+    return False
+
+
+def _is_left_out(path: str, config: Config) -> bool:
+    """Whether PEFT leaves out the module of a stacked weight: by `exclude_modules`, `layers_to_transform`, or because
+    it is trained in full."""
+    arguments = config.lora.adapter_kwargs
+    module = path.rpartition(".")[0]
+    if (excluded := arguments.get("exclude_modules")) and any(map(_matches(excluded), (path, module))):
+        return True
+    if any(f".{name}." in f".{module}." for name in config.lora.modules_to_save or ()):
+        return True
+    layers = arguments.get("layers_to_transform")
+    layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
+    return layers is not None and layer not in ([layers] if isinstance(layers, int) else layers)
+
+
+def _selected_modules(
+    model: Model, modules: dict[str, torch.nn.Module], targets: Sequence[str] | str, choosing: Container[int]
+) -> list[str]:
+    """The full names of the layers that have names for themselves: of all-linear, no router or output embedding."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear, head = (torch.nn.Linear, Conv1D), model.get_output_embeddings()
+    if targets == "all-linear":
+        return [
+            path
+            for path, module in modules.items()
+            if isinstance(module, linear) and module is not head and id(module) not in choosing
+        ]
+    kinds = (*linear, torch.nn.Embedding, torch.nn.MultiheadAttention, torch.nn.modules.conv._ConvNd)
+    matches = _matches(targets)
+    return [path for path, module in modules.items() if path and matches(path) and isinstance(module, kinds)]
+
+
+def _endings(chosen: list[str], all_names: Iterable[str], *, least: int) -> list[str]:
+    """The shortest endings, of `least` parts or more, that select these names and no other."""
+    others = [name for name in all_names if name not in set(chosen)]
+    selects_more: dict[str, bool] = {}
+    found: dict[str, None] = {}
+    for path in chosen:
+        parts = path.split(".")
+        tails = [".".join(parts[-count:]) for count in range(min(least, len(parts)), len(parts) + 1)]
+        for tail in tails:
+            if tail not in selects_more:
+                selects_more[tail] = any(map(_matches([tail]), others))
+        found[next((tail for tail in tails if not selects_more[tail]), path)] = None
+    return list(found)
+
+
+def _given_parameters(model: Model, stacked: Iterable[str], names: list[str]) -> list[str]:
+    """The names of `lora.target_parameters`, each of which is that of stacked experts, or of a router's weight."""
+    stacked = list(stacked)
+    parameters = dict(model.named_parameters())
+    choosing = {id(module.weight) for module in routers(model).values() if hasattr(module, "weight")}
+    for name in names:
+        found = {path: one for path, one in parameters.items() if _matches([name])(path)}
+        if not found:
+            known = list(dict.fromkeys(map(short_name, stacked)))
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            nearest = f" Nearest is {near[0]}." if near else ""
+            has = f"This model's stacked experts are {', '.join(known)}." if known else "This model has none."
+            raise UserError(
+                f"lora.target_parameters has `{name}`, which is the name of no parameter of the model.{nearest} {has}"
+            )
+        for path, one in found.items():
+            if path not in stacked and id(one) not in choosing:
+                layer, _, kind = path.rpartition(".")
+                is_layer = kind == "weight" and one.ndim == 2
+                raise UserError(
+                    f"lora.target_parameters has `{name}`, which matches {path}, "
+                    + (
+                        f"the weight of a layer. Name the layer in lora.target_modules: {layer.rpartition('.')[2]}."
+                        if is_layer
+                        else f"of {counted(one.ndim, 'dimension')}: an adapter goes on stacked experts, which have 3. "
+                        "Remove it."
+                    )
+                )
+    return list(names)
+
+
+def _check_options(config: Config, parameters: list[str]) -> None:
+    """Check that PEFT's adapter of a parameter has the options that are set."""
+    lora, shown = config.lora, ", ".join(parameters)
+    wrong = [f"lora.lora_dropout: {lora.lora_dropout:g}"] if lora.lora_dropout else []
+    given = lora.adapter_kwargs
+    wrong += [
+        f"lora.adapter_kwargs: {{{name}: {given[name]}}}"
+        for name, harmless in _ARGUMENTS.items()
+        if name in given and given[name] != harmless
+    ]
+    initial = given.get("init_lora_weights", True)
+    wrong += [] if initial in INITIALIZATIONS else [f"lora.adapter_kwargs: {{init_lora_weights: {initial}}}"]
+    if wrong:
+        raise UserError(
+            f"An adapter of stacked experts ({shown}) is computed without {' and '.join(wrong)}. Remove "
+            f"{'it' if len(wrong) == 1 else 'them'}, or leave out the experts with lora.target_parameters: []."
+        )

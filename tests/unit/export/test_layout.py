@@ -1,0 +1,251 @@
+"""Tests of finetune/export/layout.py, and of what is merged by it: the experts of a layer. PEFT's and transformers' own
+forward passes are the reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune.errors import UserError
+from finetune.export import command
+from finetune.export.adapter import Adapter
+from finetune.export.layout import Layout
+from finetune.export.merged import Merge
+from tests.helpers.export import MOE, WARNINGS, edit, load, make_adapter, make_base, merge, tensors
+
+pytestmark = [
+    *WARNINGS,
+    # PEFT looks for the patterns of parameters among its modules.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
+
+IDS = torch.tensor([[5, 9, 30, 77, 120, 8, 3, 200, 41]])
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def strong_adapter(folder: Path, base: Path, **lora: Any) -> Any:
+    """An adapter whose change of each expert is large, and different. Returns PEFT's model."""
+    peft = make_adapter(folder, base, r=2, **lora)
+    for name, parameter in peft.named_parameters():
+        if parameter.requires_grad and ".experts." in name:
+            parameter.data.mul_(4)
+    peft.save_pretrained(folder)
+    return peft
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "both": {"target_parameters": TARGETS},
+    "the outputs of experts only": {"target_parameters": TARGETS[1:]},
+    "rsLoRA": {"target_parameters": TARGETS, "use_rslora": True},
+    "patterns": {
+        "target_parameters": TARGETS,
+        "rank_pattern": {r".*\.gate_up_proj": 5},
+        "alpha_pattern": {"experts.down_proj": 3},
+    },
+    "the router": {"target_parameters": ["gate.weight", *TARGETS]},
+    "names that PEFT converts": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "experts in full": {"modules_to_save": ["experts"]},
+    "biases": {"target_parameters": TARGETS, "bias": "all"},
+}
+CASES = [
+    *((kind, "both") for kind in MOE),
+    *(("qwen3-moe", name) for name in SETTINGS if name not in ("both", "biases")),
+    *(("gpt-oss", name) for name in ("patterns", "experts in full", "biases")),
+    ("mixtral", "the router"),
+    ("mixtral", "experts in full"),
+    ("glm4-moe", "names that PEFT converts"),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), CASES)
+def test_a_merged_mixture_computes_what_the_adapter_did(kind: str, setting: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", kind, torch.float32)
+    lora = {"target_modules": ["q_proj", "v_proj"]} | SETTINGS[setting]
+    if kind == "deepseek-v3":
+        lora["target_modules"] = ["o_proj"]
+    peft = strong_adapter(tmp_path / "adapter", base, **lora)
+    wanted, before = logits(peft), logits(load(base))
+    merge(tmp_path / "adapter", base, tmp_path / "out", shard=60_000)
+    own = tensors(tmp_path / "out")
+    assert own.keys() == tensors(base).keys()
+    change = float((wanted - before).abs().max())
+    assert float((logits(load(tmp_path / "out")) - wanted).abs().max()) < 1e-4 < 1e-2 * change
+
+
+EXCHANGED = {
+    "qwen3-moe": ("model.layers.1.mlp.experts.{}.up_proj.weight", "model.layers.1.mlp.experts.{}.down_proj.weight"),
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.{}.w3.weight",),
+    "gpt-oss": ("model.layers.1.mlp.experts.gate_up_proj",),
+    "granite-moe": ("model.layers.1.block_sparse_moe.output_linear.weight",),
+    "glm4-moe": ("model.layers.1.mlp.experts.{}.gate_proj.weight",),
+}
+
+
+@pytest.mark.parametrize("kind", EXCHANGED)
+def test_an_adapter_in_the_wrong_expert_is_found(kind: str, tmp_path: Path, check: ModuleType) -> None:
+    """Two experts get the change of each other: the check finds the tensors, and the logits alone are enough."""
+    base = make_base(tmp_path / "base", kind, torch.float32)
+    strong_adapter(tmp_path / "adapter", base, target_modules=["o_proj"], target_parameters=TARGETS)
+    merge(tmp_path / "adapter", base, tmp_path / "out")
+    for file in base.glob("*token*"):
+        shutil.copyfile(file, tmp_path / "out" / file.name)
+    shutil.copyfile(base / "chat_template.jinja", tmp_path / "out" / "chat_template.jinja")
+    job: dict[str, Any] = {"base": base, "adapter": tmp_path / "adapter", "exported": tmp_path / "out"}
+    job |= {"tokenizer": base, "prompts": ["seven small birds"], "max_new_tokens": 2}
+    found = check.check(job)
+    assert found["passed"] and found["tensors"]["not_compared"] == [], found["why"]
+
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    old, new = tensors(base), load_file(file)
+    for name in EXCHANGED[kind]:
+        if "{}" in name:
+            one, two = name.format(0), name.format(2)
+            changes = {one: new[two] - old[two], two: new[one] - old[one]}
+            new |= {part: old[part] + change for part, change in changes.items()}
+        else:
+            new[name] = old[name] + (new[name] - old[name])[[2, 1, 0]]
+    save_file(new, file, {"format": "pt"})
+    found = check.check(job)
+    assert any(EXCHANGED[kind][0].format(0) in one for one in found["tensors"]["wrong"])
+    assert found["logits"]["difference"] > 10 * found["logits"]["bound"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_a_fully_trained_mixture_has_the_files_of_its_base(
+    kind: str, tmp_path: Path, check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint, whose weights are float32, with updates that rounding to nearest would lose; also where a float32
+    copy of the model does not fit into memory."""
+    full = make_base(tmp_path / "full", kind)
+    old = tensors(full)
+    trained = {name: one.float() * (1 + 2**-11) for name, one in old.items()}
+    save_file(trained, full / "model.safetensors", {"format": "pt"})
+    (full / "run.json").write_text(json.dumps({"status": "done", "config": {"model": {}}}))
+    assert command.main([str(full), "--to", "merged", "--out", str(tmp_path / "out")]) == 0
+    own = tensors(tmp_path / "out")
+    assert {name: one.shape for name, one in own.items()} == {name: one.shape for name, one in old.items()}
+    assert {one.dtype for one in own.values()} == {torch.bfloat16}
+
+    monkeypatch.setattr(check, "choose_device", lambda job: (torch.device("cpu"), torch.bfloat16))
+    job = {"model": full, "exported": tmp_path / "out", "tokenizer": full, "prompts": ["the cat"], "max_new_tokens": 2}
+    found = check.check(job)
+    assert found["passed"] and found["tensors"]["compared"] == len(old), found["why"]
+    with torch.no_grad():
+        loaded, base = check.load_model(full, {}, torch.bfloat16), load(tmp_path / "out")
+    for name, parameter in base.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).float(), parameter), name
+
+
+def per_expert(folder: Path, base: Path, **config: Any) -> dict[str, torch.Tensor]:
+    """An adapter with A and B for each expert's projection, as transformers 4 had them as layers. Returns the merged
+    weights."""
+    torch.manual_seed(2)
+    stored, content = tensors(base), {}
+    merged = dict(stored)
+    for name, weight in stored.items():
+        if ".experts." in name:
+            a, b = 0.3 * torch.randn(2, weight.shape[1]), 0.3 * torch.randn(weight.shape[0], 2)
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            content |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+            merged[name] = weight + 2 * b @ a
+    folder.mkdir()
+    save_file(content, folder / "adapter_model.safetensors")
+    last = sorted({name.split(".")[-2] for name in stored if ".experts." in name})
+    given = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": last}
+    (folder / "adapter_config.json").write_text(json.dumps(given | {"base_model_name_or_path": str(base)} | config))
+    return merged
+
+
+@pytest.mark.parametrize("files", ["one tensor for each expert", "one for all"])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
+def test_adapters_of_single_experts(kind: str, files: str, tmp_path: Path, check: ModuleType) -> None:
+    base = make_base(tmp_path / "base", kind, torch.float32)
+    wanted = Path(shutil.copytree(base, tmp_path / "wanted"))
+    merged = per_expert(tmp_path / "adapter", base)
+    save_file(merged, wanted / "model.safetensors", {"format": "pt"})
+    if files == "one for all":
+        load(base).save_pretrained(base, save_original_format=False)
+        assert len(tensors(base)["model.layers.0.mlp.experts.down_proj"]) == 3
+    merge(tmp_path / "adapter", base, tmp_path / "out")
+    assert tensors(tmp_path / "out").keys() == tensors(base).keys()
+    assert torch.equal(logits(load(tmp_path / "out")), logits(load(wanted)))
+
+    job = {"base": base, "adapter": tmp_path / "adapter"}
+    reference = check.load_with_adapter(job, job["adapter"], torch.float32, torch.device("cpu"), tmp_path / "out")
+    found, _ = check.compare_tensors(reference, {}, tmp_path / "out", torch.float32)
+    assert found["wrong"] == found["not_compared"] == [] and found["changed"] == (18 if "each" in files else 4)
+
+    edit(tmp_path / "adapter" / "adapter_config.json", use_rslora=True)
+    with pytest.raises(UserError, match="use_rslora with an adapter for each expert.*--to adapter"):
+        merge(tmp_path / "adapter", base, tmp_path / "other")
+
+
+def test_the_check_does_not_compare_with_half_of_an_adapter(tmp_path: Path, check: ModuleType) -> None:
+    """PEFT drops the experts of Phi-MoE's older adapters, and says nothing."""
+    base = make_base(tmp_path / "base", "phimoe", torch.float32)
+    per_expert(tmp_path / "adapter", base, target_modules=["q_proj", "w1", "w2", "w3"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    make_adapter(tmp_path / "other", base, r=2, target_modules=["q_proj"])
+    save_file(load_file(file) | load_file(tmp_path / "other" / file.name), file)
+    job = {"base": base, "adapter": tmp_path / "adapter"}
+    with pytest.raises(ValueError, match=r"PEFT loads .* of the adapter's .* numbers"):
+        check.load_with_adapter(job, job["adapter"], torch.float32, torch.device("cpu"), tmp_path)
+
+
+def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen3-moe", torch.float32)
+    make_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=TARGETS)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    with pytest.raises(UserError, match="_proj` is .3, .* in the base, and A and B are"):
+        merge(tmp_path / "adapter", make_base(tmp_path / "wide", "qwen3-moe", moe_intermediate_size=32), tmp_path / "a")
+    dense = make_base(tmp_path / "dense")
+    with pytest.raises(UserError, match="class of the model has none of target_parameters"):
+        merge(tmp_path / "adapter", dense, tmp_path / "b")
+    with pytest.raises(UserError, match="no A and B for the target_parameters `.*gate.weight`"):
+        Merge(base, Adapter(tmp_path / "adapter", config | {"target_parameters": [*TARGETS, "mlp.gate.weight"]}))
+
+
+def test_conversions_that_are_not_followed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    make_adapter(
+        tmp_path / "adapter",
+        make_base(tmp_path / "base", "gpt-oss"),
+        target_modules=["q_proj"],
+        target_parameters=TARGETS,
+    )
+    converter = WeightConverter("mlp.experts.gate_up_proj$", "mlp.experts.gate_up_proj", [Interleave(dim=2)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [converter])
+    with pytest.raises(UserError, match="gate_up_proj` of the base's files by Interleave. Use --to adapter"):
+        merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+
+
+def test_a_parameter_that_is_transposed_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Qwen3-VL-MoE: its files have the inputs of an expert before its outputs, or the other way around."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    base = make_base(tmp_path / "base", "granite-moe", torch.float32)
+    model = load(base)
+    converter = WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2, check_dims=True)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [converter])
+    name = "model.layers.0.block_sparse_moe.experts.down_proj"
+    for shape, swapped in (((3, 64, 96), None), ((3, 96, 64), (1, 2))):
+        place = Layout(model, {name: shape}).places[name]
+        whole = torch.arange(3 * 64 * 96).view(3, 64, 96)
+        assert place.swapped == swapped and place.of(whole).shape == shape
+        assert torch.equal(place.of(whole).sum(0), whole.sum(0) if swapped is None else whole.sum(0).t())
