@@ -159,6 +159,7 @@ def metrics(run: Run) -> dict[str, float | None]:
     found["hours"] = hours(run)
     for name in ("tokens_seen", "learning_rate", "eval_loss", "eval_perplexity", "eval_token_accuracy"):
         found[name] = run.series(name).last
+    found |= {name: run.series(name).last for name in tags.BY_NAME if name.startswith("expert")}
     found["loss"] = _last_tenth(run.series("loss").values)
     evaluated = runs.evaluations(run)
     found["eval_loss"] = float(evaluated.values[-1]) if len(evaluated) else run.number("eval_loss_after")

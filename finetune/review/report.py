@@ -33,7 +33,7 @@ PARTS = {
 }
 SHOWN = (  # metrics of the table, in its order
     *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped"),
-    *("weights_unchanged", "tokens_per_gpu", "tokens_total"),
+    *("weights_unchanged", "expert_load_max", "experts_unused", "tokens_per_gpu", "tokens_total"),
     *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )

@@ -14,7 +14,8 @@ import transformers
 from finetune.data.collate import collate
 from finetune.engine.kernels import grouped_experts
 from finetune.engine.model import expert_load
-from tests.unit.engine.model.test_router_loss import EXPERTS, SMALL, EveryExpert, documents, tiny_moe
+from tests.helpers.tiny import EXPERTS, SMALL, make_moe
+from tests.unit.engine.model.test_router_loss import EveryExpert, documents
 
 Rows = list[tuple[np.ndarray, np.ndarray]]
 
@@ -26,7 +27,7 @@ GROUPED: dict[str, Any] = {  # routers that correct their scores and choose amon
 
 def glm() -> Any:
     """Whose corrections move tokens away from where the scores alone would send them."""
-    model = tiny_moe("Glm4Moe", **GROUPED, head_dim=16, num_hidden_layers=3)
+    model = make_moe("Glm4Moe", **GROUPED, head_dim=16, num_hidden_layers=3)
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.data = torch.linspace(-0.3, 0.3, 8)
     return model
@@ -95,7 +96,7 @@ def count(load: expert_load.ExpertLoad, model: Any, rows: Rows, size: int, pack_
     ("family", "pack_length"), [("Qwen3Moe", None), ("Qwen3Moe", 48), ("Mixtral", 48), ("GptOss", None)]
 )
 def test_tokens_of_each_expert_without_padding(family: str, pack_length: int | None) -> None:
-    model, rows = tiny_moe(family), documents()
+    model, rows = make_moe(family), documents()
     found = counted(model, rows, pack_length=pack_length)
     tokens = sum(len(ids) for ids, _ in rows)
     assert found == expected(model, rows, likeliest)
@@ -112,7 +113,7 @@ def test_the_choice_counts_and_not_the_scores() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_recomputed_layers_count_once(reentrant: bool) -> None:
-    model, rows = tiny_moe("Qwen3Moe"), documents()
+    model, rows = make_moe("Qwen3Moe"), documents()
     reference = expected(model, rows, likeliest)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -123,7 +124,7 @@ def test_recomputed_layers_count_once(reentrant: bool) -> None:
 def test_adapters_and_frozen_routers(targets: list[str] | None) -> None:
     rows = documents()
     model: Any = peft.get_peft_model(
-        tiny_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+        make_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
     )
     assert counted(model, rows) == expected(model, rows, likeliest)
 
@@ -132,7 +133,7 @@ def test_experts_in_grouped_products_count() -> None:
     """Which compute without calling what is inside of the adapter."""
     rows, targets = documents(), ["experts.gate_up_proj", "experts.down_proj"]
     model: Any = peft.get_peft_model(
-        tiny_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+        make_moe("Qwen3Moe"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
     )
     reference = expected(model, rows, likeliest)
     assert grouped_experts.install(model) == 2
@@ -140,7 +141,7 @@ def test_experts_in_grouped_products_count() -> None:
 
 
 def test_passes_outside_of_training_do_not_count() -> None:
-    model, rows = tiny_moe("Qwen3Moe"), documents()
+    model, rows = make_moe("Qwen3Moe"), documents()
     load = expert_load.install(model)
     assert load is not None
     model(input_ids=torch.arange(3, 20)[None], use_cache=False)
@@ -157,7 +158,7 @@ def test_passes_outside_of_training_do_not_count() -> None:
 
 def test_what_is_computed_stays_the_same() -> None:
     ids = torch.arange(3, 20)[None]
-    one, other = tiny_moe("Qwen3Moe"), tiny_moe("Qwen3Moe")
+    one, other = make_moe("Qwen3Moe"), make_moe("Qwen3Moe")
     expert_load.install(other)
     for model in (one, other):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -182,7 +183,7 @@ def test_dense_models_are_left_alone() -> None:
 @pytest.mark.filterwarnings("default")
 def test_compiled_layers_without_graph_breaks() -> None:
     """As Unsloth compiles them."""
-    model, rows = tiny_moe("Qwen3Moe", num_hidden_layers=1), documents()
+    model, rows = make_moe("Qwen3Moe", num_hidden_layers=1), documents()
     reference = expected(model, rows, likeliest)
     layer = model.model.layers[0]
     layer.mlp.experts.forward = EveryExpert(layer.mlp.experts)
