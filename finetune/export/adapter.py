@@ -28,6 +28,10 @@ FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
+_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
 @dataclass
 class Change:
     """What happens to one module of the base model. `weight` and `bias` replace the base's; then A and B are added.
@@ -227,6 +231,32 @@ class Adapter:
         if isinstance(given, Mapping):
             given = next((one for name, one in given.items() if path == name or path.endswith(f".{name}")), [])
         return tuple(given)
+
+
+def loadable_config(config: JsonObject, base: Mapping[str, object]) -> JsonObject:
+    """adapter_config.json as PEFT itself loads it: 0.21 takes the name of a layer beside a mixture's experts, such as
+    `shared_experts.up_proj`, for the experts (patches/peft_moe_layer_targets.py). As the name of a parameter it means
+    the same layer, with the same tensors.
+
+    Args:
+        base: config.json of the base model.
+    """
+    targets = config.get("target_modules")
+    text = base.get("text_config")
+    shapes = (base, text) if isinstance(text, dict) else (base,)
+    if not isinstance(targets, list) or not any(name in one for one in shapes for name in _NUMBERS_OF_EXPERTS):
+        return config
+    layers = [one for one in targets if "." in one and one.rpartition(".")[2] in _EXPERT_NAMES]
+    if not layers or config.get("lora_dropout"):  # which PEFT has for modules only
+        return config
+    found = config | {
+        "target_modules": [one for one in targets if one not in layers],
+        "target_parameters": [*(config.get("target_parameters") or ()), *(f"{one}.weight" for one in layers)],
+    }
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name) or {}
+        found[name] = patterns | {rf"{key}\.weight": value for key, value in patterns.items()}
+    return found
 
 
 def _range(bounds: int | tuple[int, int]) -> slice:

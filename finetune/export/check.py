@@ -94,9 +94,9 @@ def main() -> int:
 def check(job: Json) -> Json:
     """The finding of a job: {passed, why, ...}.
 
-    The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `exported` (a folder) or `gguf` (a
-    file); `tokenizer` (a folder), `prompts` (texts), `max_new_tokens`, `trust_remote_code`; `rows` ([input_ids,
-    labels] of each) for the loss.
+    The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `adapter_config`, in place of the
+    file in `adapter`; `exported` (a folder) or `gguf` (a file); `tokenizer` (a folder), `prompts` (texts),
+    `max_new_tokens`, `trust_remote_code`; `rows` ([input_ids, labels] of each) for the loss.
     """
     import transformers
 
@@ -292,7 +292,7 @@ def _load_export(job: Json, exported: Path, dtype: torch.dtype, device: torch.de
 
 
 def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from safetensors import safe_open
 
     base = load_model(Path(job["base"]), job, dtype)
@@ -304,11 +304,15 @@ def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype, device: torc
             if rows != base.get_input_embeddings().weight.shape[0]:
                 base.resize_token_embeddings(rows, mean_resizing=False)
     head = base.get_output_embeddings()
-    config = exported / "config.json"
-    if head is not None and head.weight is base.get_input_embeddings().weight and config.is_file():
-        if not _is_tied(json.loads(config.read_text(encoding="utf-8"))):  # PEFT would merge into the shared weight
+    file_of_export = exported / "config.json"
+    if head is not None and head.weight is base.get_input_embeddings().weight and file_of_export.is_file():
+        if not _is_tied(
+            json.loads(file_of_export.read_text(encoding="utf-8"))
+        ):  # PEFT would merge into the shared weight
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    model = PeftModel.from_pretrained(base, adapter, local_files_only=True)
+    given = job.get("adapter_config") if adapter == Path(job["adapter"]) else None
+    config = PeftConfig.from_peft_type(**given) if given else None
+    model = PeftModel.from_pretrained(base, adapter, config=config, local_files_only=True)
     stored = [file.get_tensor(key) for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     loaded = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
     one, two = (sum(int(tensor.count_nonzero()) for tensor in tensors) for tensors in (stored, loaded))

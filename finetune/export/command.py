@@ -233,7 +233,14 @@ def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
             "in adapter_config.json to its name on the Hub, or use --form merged.",
             style="yellow",
         )
-    files.write_json(folder / "adapter_config.json", (found.adapter or {}) | {"base_model_name_or_path": name})
+    files.write_json(folder / "adapter_config.json", _adapter_config(found) | {"base_model_name_or_path": name})
+
+
+def _adapter_config(found: Source) -> JsonObject:
+    """The adapter's configuration as PEFT loads it without this project."""
+    from finetune.export.adapter import loadable_config
+
+    return loadable_config(found.adapter or {}, files.read_json(found.base / "config.json"))
 
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Tokenizer) -> None:
@@ -325,7 +332,7 @@ def verify_export(
     asked = verify.prompts(tokenizer, raw=found.raw)
     job: JsonObject = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
-    job |= {"trust_remote_code": options.trust_remote_code}
+    job |= {"trust_remote_code": options.trust_remote_code, "adapter_config": _adapter_config(found)}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
     split, rows = verify.rows(found.record) if with_loss else ("", [])
     if with_loss and not rows:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
@@ -19,7 +20,7 @@ from finetune.export.adapter import Adapter
 from finetune.export.layout import Layout
 from finetune.export.merged import Merge
 from tests.helpers import tiny
-from tests.helpers.export import MOE, SIZES, WARNINGS, edit, load, make_adapter, make_base, merge, tensors
+from tests.helpers.export import MOE, SIZES, WARNINGS, edit, load, make_adapter, make_base, make_run, merge, tensors
 
 pytestmark = [
     *WARNINGS,
@@ -212,6 +213,24 @@ def test_adapters_of_single_experts(kind: str, files: str, tmp_path: Path, check
     edit(tmp_path / "adapter" / "adapter_config.json", use_rslora=True)
     with pytest.raises(UserError, match="use_rslora with an adapter for each expert.*--to adapter"):
         merge(tmp_path / "adapter", base, tmp_path / "other")
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3"])
+def test_adapters_of_shared_experts_load_without_this_project(kind: str, tmp_path: Path) -> None:
+    """A run names the layers, which PEFT would take for the experts; as parameters they have the same tensors."""
+    base = make_base(tmp_path / "base", kind, torch.float32)
+    layers = ["shared_experts.up_proj", "shared_experts.down_proj"]
+    lora = {"target_modules": ["o_proj"], "alpha_pattern": {r"shared_experts.up_proj(\.weight)?": 3}}
+    named = [*TARGETS, *(f"{layer}.weight" for layer in layers)]
+    wanted = logits(make_run(tmp_path / "run", base, target_parameters=named, **lora))
+    file = tmp_path / "run" / "adapter_config.json"
+    edit(file, target_modules=["o_proj", *layers], target_parameters=TARGETS, alpha_pattern={layers[0]: 3})
+    for form in ("merged", "adapter"):
+        assert command.main([str(tmp_path / "run"), "--to", form, "--out", str(tmp_path / form)]) == 0
+    assert torch.allclose(logits(load(tmp_path / "merged")), wanted, atol=1e-4)
+    model = PeftModel.from_pretrained(load(base), tmp_path / "adapter")
+    assert torch.allclose(logits(model), wanted, atol=1e-4)
 
 
 def test_the_check_does_not_compare_with_half_of_an_adapter(tmp_path: Path, check: ModuleType) -> None:
