@@ -37,7 +37,7 @@ print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value f
     assert set(real) <= set(table) | ours
     gone = {name for name, row in table.items() if row.now is not None}
     others = {"extra", "skip_prepare_dataset"}  # keys of ours, and of dataset_kwargs
-    newer = {"activation_checkpointing"}  # from transformers 5.18 on
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # from transformers 5.18 on
     assert not gone & set(real) and set(table) - set(real) - gone <= others | newer
     assert {row.now for row in table.values()} - {None, ""} <= set(real)
     assert {name for name, row in table.items() if row.passed} <= set(real) - set(arguments.REFUSED) - ours
