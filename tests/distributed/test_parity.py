@@ -52,7 +52,7 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
                  "--model.backend", "transformers", "--strategies", "ddp,shard", *EXPERTS)),
         pytest.param("1,2", ("--training.global_batch_size", "12", "--training.per_device_train_batch_size", "3",
                              "--data.train_file", "THIRTEEN", "--model.backend", "unsloth", *EXPERTS),
-                     marks=pytest.mark.unsloth),
+                     marks=[pytest.mark.unsloth, pytest.mark.campaign]),
     ],
     ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA", "FP8", "experts packed sharded",
          "experts LoRA padded"],

@@ -150,6 +150,7 @@ def test_unsloth_has_the_gradient_of_the_documents(
     check(out, models["Qwen3Moe"], kind)
 
 
+@pytest.mark.campaign
 @pytest.mark.process  # Unsloth changes the libraries of its process
 @pytest.mark.unsloth
 def test_experts_that_unsloth_packs_into_4_bits(tmp_path: Path) -> None:
