@@ -33,7 +33,7 @@ def _cases() -> list[Any]:
     cases = []
     for file in sorted(Path(__file__).parent.glob("*/case.yaml")):
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
-        marks = [getattr(pytest.mark, name) for name in ("process", "unsloth") if given.get(name)]
+        marks = [getattr(pytest.mark, name) for name in ("process", "unsloth", "campaign") if given.get(name)]
         cases.append(pytest.param(file.parent, id=file.parent.name, marks=marks))
     return cases
 

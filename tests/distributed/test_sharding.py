@@ -125,6 +125,7 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
         assert apart(one, tmp_path / folder) < 2e-5
 
 
+@pytest.mark.campaign
 def test_a_fully_trained_mixture_of_experts_resumes_sharded_and_whole(tiny_data: Path, tmp_path: Path) -> None:
     """Its files have a tensor for each expert, the model a stack of them. The experts' tokens are counted alike."""
     model = models.make("moe", tmp_path / "moe")
@@ -273,7 +274,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "full"])
+@pytest.mark.parametrize("kind", ["LoRA", pytest.param("full", marks=pytest.mark.campaign)])
 def test_experts_without_a_token(mixture: Path, tmp_path: Path, kind: str) -> None:
     """One expert has tokens on one rank in one step, another none at all: no rank waits, the first is trained as on one
     rank, the second stays as it was to the bit. Also where DDP is resumed sharded, and the other way."""

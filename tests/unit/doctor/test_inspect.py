@@ -49,6 +49,7 @@ def test_what_is_unknown_has_its_reason(healthy: tuple[str, dict[str, Any]]) -> 
     assert "NVML" in found["unknown"] and why in found["unknown"]["devices"]
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:
     gone = "raise ImportError('No module named {}')"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,8 +62,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts in full": {"modules_to_save": ["experts"]},
     "biases": {"target_parameters": TARGETS, "bias": "all"},
 }
+QUICK = ("qwen3-moe", "gpt-oss", "glm4-moe")  # of these `make test` runs most, and `make test-full` all
+
+
+def each(kinds: Iterable[str], *more: str) -> list[Any]:
+    """Parameters of a test of each kind of model."""
+    return [pytest.param(kind, *more, marks=[] if kind in QUICK else [pytest.mark.campaign]) for kind in kinds]
+
+
 CASES = [
-    *((kind, "both") for kind in MOE),
+    *each(MOE, "both"),
     *(("qwen3-moe", name) for name in SETTINGS if name not in ("both", "biases")),
     *(("gpt-oss", name) for name in ("patterns", "experts in full", "biases")),
     ("mixtral", "the router"),
@@ -95,7 +104,7 @@ EXCHANGED = {
 }
 
 
-@pytest.mark.parametrize("kind", EXCHANGED)
+@pytest.mark.parametrize("kind", each(EXCHANGED))
 def test_an_adapter_in_the_wrong_expert_is_found(kind: str, tmp_path: Path, check: ModuleType) -> None:
     """Two experts get the change of each other: the check finds the tensors, and the logits alone are enough."""
     base = make_base(tmp_path / "base", kind, torch.float32)
@@ -125,7 +134,7 @@ def test_an_adapter_in_the_wrong_expert_is_found(kind: str, tmp_path: Path, chec
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("kind", each(["qwen3-moe", "mixtral", "gpt-oss"]))
 def test_a_fully_trained_mixture_has_the_files_of_its_base(
     kind: str, tmp_path: Path, check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +225,7 @@ def test_adapters_of_single_experts(kind: str, files: str, tmp_path: Path, check
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("kind", each(["glm4-moe", "deepseek-v3"]))
 def test_adapters_of_shared_experts_load_without_this_project(kind: str, tmp_path: Path) -> None:
     """A run names the layers, which PEFT would take for the experts; as parameters they have the same tensors."""
     base = make_base(tmp_path / "base", kind, torch.float32)

@@ -55,6 +55,7 @@ def test_nothing_is_looked_at_where_unsloth_is_not_loaded(monkeypatch: pytest.Mo
     assert not patch.needed()
 
 
+@pytest.mark.campaign
 @pytest.mark.unsloth
 @pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:

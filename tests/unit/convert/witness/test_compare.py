@@ -53,6 +53,7 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+@pytest.mark.campaign
 @pytest.mark.unsloth
 def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
