@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ def check_equal(model: Any) -> int:
     """Compare a model with itself after `install`, and return how many layers that changed."""
     loss, gradients = loss_and_gradients(model)
     count = grouped_experts.install(model)
-    now, after = loss_and_gradients(model)
+    with unittest.mock.patch.object(grouped_experts, "gated", wraps=grouped_experts.gated) as called:
+        now, after = loss_and_gradients(model)
+    assert called.call_count == count
     torch.testing.assert_close(now, loss, rtol=1e-5, atol=1e-6)
     assert after.keys() == gradients.keys() and len(after) > 3
     for name, one in after.items():
