@@ -138,4 +138,6 @@ def flops_per_token(cell: Cell, method: str, mean_square_over_mean: float) -> fl
     """
     shape = SHAPES[SIZES[cell.size]]
     linear = (6 if method == "full" else 4) * matmul_parameters(cell.size)
-    return linear + 6.0 * shape["num_hidden_layers"] * shape["hidden_size"] * mean_square_over_mean
+    heads = shape["num_attention_heads"]
+    width = heads * shape.get("head_dim", shape["hidden_size"] // heads)
+    return linear + 6.0 * shape["num_hidden_layers"] * width * mean_square_over_mean

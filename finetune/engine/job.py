@@ -258,6 +258,7 @@ def model_size(model: Model) -> ModelSize:
     head = model.get_output_embeddings()
     tied = head is not None and embedding.weight is head.weight
     found = experts.count(model)
+    head_dim, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
     return ModelSize(
         parameters=found.total,
         active_parameters=found.active,
@@ -266,6 +267,7 @@ def model_size(model: Model) -> ModelSize:
         active_trainable_parameters=found.active_trainable,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
+        attention=heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else config.hidden_size,
     )
 
 

@@ -20,6 +20,7 @@ class ModelSize:
     active_trainable_parameters: int
     layers: int
     hidden: int
+    attention: int  # width of the queries of all heads of a layer
 
     @property
     def text(self) -> str:
@@ -46,8 +47,8 @@ def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> flo
     2204.02311, appendix B), with frozen weights counted as frozen.
 
     Per token, each weight costs 2 forward, 2 for the gradient of its input, and 2 more for its own gradient where it is
-    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward. Of routed
-    experts and their adapters those count that the token is routed to, as in Megatron-LM's
+    trained. Causal attention costs 2 * its width per layer and squared length forward, and twice that backward. Of
+    routed experts and their adapters those count that the token is routed to, as in Megatron-LM's
     `num_floating_point_operations`.
 
     Args:
@@ -55,7 +56,7 @@ def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> flo
         squared_lengths: sum over documents of length squared.
     """
     per_token = 4 * size.matmul_parameters + 2 * size.active_trainable_parameters
-    return float(per_token) * tokens + 6.0 * size.layers * size.hidden * squared_lengths
+    return float(per_token) * tokens + 6.0 * size.layers * size.attention * squared_lengths
 
 
 def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> float | None:

@@ -17,7 +17,7 @@ def size(*, matmul: int, trained: int, layers: int = 0, hidden: int = 0) -> Mode
     """Of a dense model without an embedding of its own."""
     return ModelSize(
         parameters=matmul, active_parameters=matmul, matmul_parameters=matmul, trainable_parameters=trained,
-        active_trainable_parameters=trained, layers=layers, hidden=hidden,
+        active_trainable_parameters=trained, layers=layers, hidden=hidden, attention=hidden,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_flops_of_experts_equal_those_torch_counts(trained: bool) -> None:
 
     settings: Any = dict(
         vocab_size=64, hidden_size=32, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=8, num_experts=8, num_experts_per_tok=2, attn_implementation="eager",
+        num_key_value_heads=4, head_dim=12, num_experts=8, num_experts_per_tok=2, attn_implementation="eager",
         experts_implementation="eager",
     )  # fmt: skip
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
