@@ -1,8 +1,9 @@
-"""Fixtures that several tests share, and what the marks `process` and `unsloth` do. Runs of the shipped command go
-through `tests.helpers.launch`."""
+"""Fixtures that several tests share, and what the marks `process`, `unsloth` and `fp8` do. Runs of the shipped command
+go through `tests.helpers.launch`."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -51,9 +52,25 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs Unsloth where it is not installed."""
+    """Skip what needs Unsloth where it is not installed, and FP8 where it cannot be computed."""
     if item.get_closest_marker("unsloth") and importlib.util.find_spec("unsloth") is None:
         pytest.skip("Unsloth is not installed: pip install '.[unsloth]', or `make install`")
+    if item.get_closest_marker("fp8") and (why := _no_fp8()) is not None:
+        pytest.skip(why)
+
+
+@functools.cache
+def _no_fp8() -> str | None:
+    import torch
+
+    from finetune.engine.kernels import fp8
+    from finetune.errors import UserError
+
+    try:
+        fp8.check("cpu", torch.float32)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ def frozen(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)
 
 
+@pytest.mark.fp8
 def test_products_and_gradients_are_those_of_rounded_numbers() -> None:
     torch.manual_seed(0)
     layers = [frozen(64, 96, bias=True), frozen(64, 32)]
@@ -51,6 +52,7 @@ def test_products_and_gradients_are_those_of_rounded_numbers() -> None:
     torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.fp8
 def test_a_token_does_not_depend_on_its_neighbors() -> None:
     torch.manual_seed(1)
     layer, x = fp8.Linear(frozen(64, 96)), torch.randn(9, 64)
@@ -60,6 +62,7 @@ def test_a_token_does_not_depend_on_its_neighbors() -> None:
         torch.testing.assert_close(layer(x[row]), whole[row], rtol=1e-5, atol=1e-6 * float(x[row].norm()))
 
 
+@pytest.mark.fp8
 def test_rows_of_zeros_and_the_weight_that_others_read() -> None:
     layer = frozen(32, 16)
     layer.weight[2] = 0
@@ -85,6 +88,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     return {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and "lora_" not in name}
 
 
+@pytest.mark.fp8
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["plain", "DoRA", "dropout"])
 def test_a_model_computes_what_rounded_layers_compute(tiny_model: Path, lora: dict[str, Any]) -> None:
     """Against PEFT's own layers on a model whose linear layers round their numbers in float32."""
