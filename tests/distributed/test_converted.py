@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.helpers import ROOT, launch, tiny
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+QUICK = "qlora_alpaca"  # of these `make test` converts and runs one on two ranks
 CONVERTED = ROOT / "notebooks_converted"
 KINDS = (".py", ".report.json")
 
@@ -79,7 +80,11 @@ def local(stem: str, model: Path, folder: Path) -> Path:
 
 @pytest.mark.unsloth
 @pytest.mark.process
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(one, marks=[] if one.stem == QUICK else [pytest.mark.campaign]) for one in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_converted_script_on_two_ranks_trains_as_on_one(notebook: Path, tiny_model: Path, tmp_path: Path) -> None:
     runs = []
     for how in ("1 rank", "2 ranks"):

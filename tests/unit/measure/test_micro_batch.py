@@ -203,6 +203,7 @@ def test_memory_that_runs_out_in_the_search_does_not_end_the_run(runs: Runs, tmp
     assert asked == [8, 4, 2]  # the default itself does not fit
 
 
+@pytest.mark.campaign
 def test_a_search_that_is_not_won_back_is_not_made(runs: Runs, tmp_path: Path) -> None:
     asked = on_a_device(runs, {1: 100, 2: 1000})
     short = runs(tmp_path / "short", *STEPS, "--training.max_steps", "49")

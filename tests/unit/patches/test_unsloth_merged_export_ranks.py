@@ -209,7 +209,10 @@ torch.distributed.destroy_process_group()
 @pytest.mark.process
 @pytest.mark.parametrize(
     "code, method, weights",
-    [("cpu", "lora", "adapter_model.safetensors"), ("cuda", "merged_16bit", "model.safetensors")],
+    [
+        pytest.param("cpu", "lora", "adapter_model.safetensors", marks=pytest.mark.campaign),
+        ("cuda", "merged_16bit", "model.safetensors"),
+    ],
 )
 def test_installed_unsloth_on_two_ranks(code: str, method: str, weights: str, tiny_model: Path, tmp_path: Path) -> None:
     """Its CPU backend and its CUDA code, which has no GPU here: every rank writes, then rank 0 alone."""

@@ -54,6 +54,7 @@ def started(rank: int, port: int, seconds: int, **changed: str) -> subprocess.Po
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_two_processes_of_which_one_has_another_port() -> None:
     """Both end, each with a sentence and without a traceback."""
