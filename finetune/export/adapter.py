@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from finetune.engine.model.expert_targets import EXPERT_NAMES
+from finetune.engine.model.experts import NUMBERS_OF_EXPERTS
 from finetune.engine.model.mergeable import why_unmergeable
 from finetune.errors import UserError
 from finetune.export.layout import Place
@@ -26,10 +28,6 @@ from finetune.runtime.types import JsonObject
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-
-
-_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass
@@ -244,9 +242,9 @@ def loadable_config(config: JsonObject, base: Mapping[str, object]) -> JsonObjec
     targets = config.get("target_modules")
     text = base.get("text_config")
     shapes = (base, text) if isinstance(text, dict) else (base,)
-    if not isinstance(targets, list) or not any(name in one for one in shapes for name in _NUMBERS_OF_EXPERTS):
+    if not isinstance(targets, list) or not any(name in one for one in shapes for name in NUMBERS_OF_EXPERTS):
         return config
-    layers = [one for one in targets if "." in one and one.rpartition(".")[2] in _EXPERT_NAMES]
+    layers = [one for one in targets if "." in one and one.rpartition(".")[2] in EXPERT_NAMES]
     if not layers or config.get("lora_dropout"):  # which PEFT has for modules only
         return config
     found = config | {

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import experts, launch, tiny
+from tests.helpers import kernels, launch, tiny
 
 # Not "error": torchao, which only an installation for GPUs has, warns while it is imported.
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
@@ -306,11 +306,11 @@ def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", experts.KINDS)
+@pytest.mark.parametrize("kind", kernels.KINDS)
 def test_experts_with_adapters_compute_what_peft_does(kind: str) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU: loss and gradients in float32."""
-    model = experts.with_adapter(experts.model_of(kind, **experts.KINDS[kind]), experts.BOTH).cuda()
-    assert experts.check_equal(model) > 0
+    model = kernels.with_adapter(kernels.model_of(kind, **kernels.KINDS[kind]), kernels.BOTH).cuda()
+    assert kernels.check_experts(model) > 0
 
 
 @pytest.mark.gpu

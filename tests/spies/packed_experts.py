@@ -37,7 +37,7 @@ def main(*folders: str) -> None:
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from finetune.engine.model import adapter_coverage, expert_targets
+    from finetune.engine.model import adapter_coverage, expert_targets, experts
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -51,10 +51,12 @@ def main(*folders: str) -> None:
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
         stored = expert_targets.stacked_weights(packed)
         assert adapter_coverage.unquantized_experts(packed) is None
+        assert experts.count(packed).total == experts.count(whole).total
+        assert experts.summary(packed) == experts.summary(whole)
         assert "stay in float32" in str(adapter_coverage.unquantized_experts(whole))
         for path, one in expert_targets.stacked_weights(whole).items():
             four: Any = stored[path]
-            assert four.numel() * 2 == one.numel() and expert_targets.original_shape(four) == one.shape
+            assert four.numel() * 2 == one.numel() and experts.unpacked_shape(four) == one.shape
             one.data.copy_(dequantize_4bit(four.data, four.quant_state).view(one.shape))
         found, expected = gradients(packed, rank), gradients(whole)
         worst = max(float((found[name] - one).norm() / one.norm()) for name, one in expected.items())

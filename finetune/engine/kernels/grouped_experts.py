@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from finetune.engine.kernels import fp8
 from finetune.engine.kernels.fused_lora import active_adapter, is_silu
-from finetune.runtime.types import JsonObject, Model
+from finetune.runtime.types import Model
 
 FIRST, LAST = "gate_up_proj", "down_proj"  # the parameters of a layer's experts, as transformers names them
 MULTIPLE = 8  # of a rank and of the model's widths: grouped products take rows of whole 16 bytes
@@ -316,18 +316,9 @@ def _is_standard(kind: Any) -> bool:
     return gate.__name__ == "_default_apply_gate"
 
 
-def describe(model: Model) -> JsonObject | None:
-    """How a model's experts are computed, as run.json has it; None for a model without stacked experts.
-
-    `layers` have experts, `grouped` of them are computed by this module.
-    """
-    around = [one for one in model.modules() if hasattr(one, FIRST) or hasattr(one, "parameter_name")]
-    inside = {id(part) for one in around for part in list(_nested(one))[1:]}
-    layers = [one for one in around if id(one) not in inside and hasattr(list(_nested(one))[-1], FIRST)]
-    if not layers:
-        return None
-    grouped = sum(getattr(vars(one).get("forward"), "__func__", None) is _forward for one in layers)
-    return {"layers": len(layers), "grouped": grouped}
+def installed(model: Model) -> int:
+    """The number of layers whose experts this module computes."""
+    return sum(getattr(vars(one).get("forward"), "__func__", None) is _forward for one in model.modules())
 
 
 def install(model: Model) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from finetune.engine.model import expert_targets
+from finetune.engine.model.experts import unpacked_shape
 from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
 
@@ -157,6 +158,6 @@ def _weights(base: Any) -> Iterator[_Weight]:
             yield _Weight(".".join(parts), module, "weight", module.weight.numel())
         elif not isinstance(module, torch.nn.modules.conv._ConvNd):
             for name, weight in module.named_parameters(recurse=False):
-                shape = expert_targets.original_shape(weight)
+                shape = unpacked_shape(weight)
                 if len(shape) == 3:  # the experts of one layer
                     yield _Weight(".".join([*parts, name]), module, name, prod(shape), shape)

@@ -17,6 +17,7 @@ import torch
 
 from finetune.config import Config
 from finetune.engine.model import router_loss
+from finetune.engine.model.experts import unpacked_shape
 from finetune.errors import UserError
 from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
@@ -37,11 +38,6 @@ _ARGUMENTS = {"use_dora": False, "lora_bias": False, "velora_config": None, "kas
 _ARGUMENTS |= {"alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None, "arrow_config": None}
 
 
-def original_shape(weight: torch.Tensor) -> tuple[int, ...]:
-    """Also of stacked experts that Unsloth has packed into 4 bits."""
-    return tuple(getattr(weight, "_original_shape", None) or weight.shape)
-
-
 def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
     """The stacked experts of the language model, by the full names of the parameters."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -53,7 +49,7 @@ def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
         for path, module in base.named_modules()
         if id(module) in inside and not isinstance(module, torch.nn.modules.conv._ConvNd)
         for name, weight in module.named_parameters(recurse=False)
-        if len(original_shape(weight)) == 3
+        if len(unpacked_shape(weight)) == 3
     }
 
 

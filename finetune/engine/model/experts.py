@@ -20,6 +20,8 @@ from finetune.runtime.types import JsonObject, Model
 
 # Names by which configurations have the number of experts per token; of HunYuan it is a list, an entry per layer.
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+# The same for the number of routed experts of a layer.
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def per_token(config: Any, path: str) -> int | None:
@@ -74,12 +76,12 @@ def summary(model: Model) -> JsonObject | None:
 def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:
     """The parameters of one module without those below, with the shapes that they have unpacked."""
     for parameter in module.parameters(recurse=False):
-        yield parameter, _shape(parameter)
+        yield parameter, unpacked_shape(parameter)
     for replaced in getattr(module, "parametrizations", {}).values():  # as bitsandbytes quantizes a stack
-        yield replaced.original, _shape(replaced.original, next(iter(replaced), None))
+        yield replaced.original, unpacked_shape(replaced.original, next(iter(replaced), None))
 
 
-def _shape(parameter: nn.Parameter, holder: object = None) -> torch.Size:
+def unpacked_shape(parameter: torch.Tensor, holder: object = None) -> torch.Size:
     """The shape of a weight, of 4-bit weights unpacked. Its `holder` may have the state of the quantization."""
     state = getattr(parameter, "quant_state", None) or getattr(holder, "quant_state", None)
     return parameter.shape if state is None else torch.Size(state.shape)
@@ -136,7 +138,7 @@ def count(model: Model) -> ParameterCount:
     for parameter in model.parameters():
         if not getattr(parameter, "counted", True):
             continue
-        numbers = unpacked.get(id(parameter)) or _shape(parameter).numel()
+        numbers = unpacked.get(id(parameter)) or unpacked_shape(parameter).numel()
         used = numbers * shares.get(id(parameter), 1)
         total, active = total + numbers, active + used
         if parameter.requires_grad:

@@ -152,7 +152,7 @@ def _load_transformers(
         return model
     checkpointing = bool(config.training.gradient_checkpointing)
     if quantization is not None:
-        _prepare_quantized(model, checkpointing)
+        _prepare_quantized(model)
     elif checkpointing:
         model.enable_input_require_grads()
     if continue_adapter:
@@ -162,14 +162,13 @@ def _load_transformers(
     return add_adapter(model, config)
 
 
-def _prepare_quantized(model: Any, checkpointing: bool) -> None:
+def _prepare_quantized(model: Any) -> None:
     """What PEFT's `prepare_model_for_kbit_training` does: freeze all, compute norms and embeddings in float32. It would
-    do that to stacked experts as well, which bitsandbytes leaves in 16 bits: most of the model, in twice the memory."""
+    do that to stacked experts as well, which bitsandbytes leaves in 16 bits: most of the model, in twice the memory.
+    The trainer turns checkpointing on."""
     model.requires_grad_(False)
     stacked = {id(one) for one in expert_targets.stacked_weights(model).values()}
     for one in model.parameters():
         packed = type(one).__name__ == "Params4bit"
         if one.dtype in (torch.float16, torch.bfloat16) and not packed and id(one) not in stacked:
             one.data = one.data.float()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

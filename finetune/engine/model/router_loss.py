@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import transformers
 
+from finetune.engine.model.experts import NUMBERS_OF_EXPERTS
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
 OFF = "Set router_aux_loss_coef to 0.0 to train without the load-balancing loss."
-# Names by which configurations have the number of routed experts.
-_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Routers that transformers 5.17 does not record in `_can_record_outputs`, with the place of the logits in their output.
 _NOT_RECORDED = {
     "GraniteMoeTopKRouter": 2,
@@ -89,7 +88,7 @@ def install(model: Model, coefficient: float) -> LoadBalancing | None:
     """
     config = model.config.get_text_config()
     config.output_router_logits = False  # with it, the model adds the loss of the micro-batch
-    numbers = [number for key in _NUMBERS_OF_EXPERTS if isinstance(number := getattr(config, key, None), int)]
+    numbers = [number for key in NUMBERS_OF_EXPERTS if isinstance(number := getattr(config, key, None), int)]
     if numbers and max(numbers) <= 1:
         return None
     found, chosen = routers(model), getattr(config, "num_experts_per_tok", None)

@@ -38,13 +38,13 @@ def attention_used(job: Job, trainer: SFTTrainer) -> JsonObject:
 
 
 def experts_of(job: Job) -> JsonObject | None:
-    """The routed experts of the model for run.json, and in how many layers they are `grouped_experts`; None if there
-    are none."""
+    """The routed experts of the model for run.json, and in how many layers `grouped_experts` computes them; None if
+    there are none."""
     from finetune.engine.kernels import grouped_experts
     from finetune.engine.model import experts
 
     routed = experts.summary(job.model)
-    return routed and {"grouped": 0} | (grouped_experts.describe(job.model) or {}) | routed
+    return routed and routed | {"grouped": grouped_experts.installed(job.model)}
 
 
 def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint: str | None) -> None:

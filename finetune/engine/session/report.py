@@ -34,9 +34,10 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
     from finetune.engine.job import layout_facts
-    from finetune.engine.kernels import fp8, grouped_experts, liger
+    from finetune.engine.kernels import fp8, liger
     from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
+    from finetune.engine.session import recording
 
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")
@@ -79,9 +80,9 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
-    if (experts := grouped_experts.describe(job.model)) is not None and not config.model.full_finetuning:
-        whose = "their adapters" if experts["grouped"] else f"{liger.backend_kernels(job.stack)} and PEFT"
-        print_line(f"Experts in {experts['layers']} layers: grouped products with {whose}")
+    if (experts := recording.experts_of(job)) is not None:
+        whose = liger.backend_kernels(job.stack) if experts["grouped"] < experts["layers"] else "this package's"
+        print_line(f"Kernels of the experts: {whose}")
     rate = scaled_learning_rate(training, batch.global_batch_size)
     if (lost := master_weights.lost_updates_warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")

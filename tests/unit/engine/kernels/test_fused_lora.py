@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.kernels import fused_lora
 from tests.helpers import tiny
+from tests.helpers.kernels import check_equal
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -26,28 +27,6 @@ def model_with(path: Path, **lora: Any) -> Any:
     torch.manual_seed(0)
     settings = dict(r=4, lora_alpha=8, target_modules=EVERY, init_lora_weights=False) | lora
     return get_peft_model(model, LoraConfig(**settings)).train()
-
-
-def loss_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    ids = torch.arange(3, 51).reshape(2, 24)
-    torch.manual_seed(5)  # dropout
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    model.zero_grad()
-    return loss.detach(), found
-
-
-def check_equal(model: Any) -> int:
-    """Compare a model with itself after `install`, and return how many layers that changed."""
-    loss, gradients = loss_and_gradients(model)
-    count = fused_lora.install(model)
-    now, after = loss_and_gradients(model)
-    torch.testing.assert_close(now, loss, rtol=1e-5, atol=1e-6)
-    assert after.keys() == gradients.keys() and len(after) > 3
-    for name, one in after.items():
-        torch.testing.assert_close(one, gradients[name], rtol=1e-3, atol=1e-6, msg=name)
-    return count
 
 
 @pytest.mark.parametrize(
@@ -65,7 +44,7 @@ def check_equal(model: Any) -> int:
     ids=lambda value: " ".join(value) or "every projection" if isinstance(value, dict) else "",
 )
 def test_loss_and_gradients_are_those_of_peft(tiny_model: Path, lora: dict[str, Any], changed: int) -> None:
-    assert check_equal(model_with(tiny_model, **lora)) == changed
+    assert check_equal(model_with(tiny_model, **lora), fused_lora.install) == changed
 
 
 def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
@@ -103,7 +82,7 @@ def test_with_biases_and_checkpointing() -> None:
     tiny.checkpoint_activations(model)
     model.enable_input_require_grads()
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)).train()
-    assert check_equal(peft) == 14
+    assert check_equal(peft, fused_lora.install) == 14
 
 
 def test_what_peft_switches_goes_on_working(tiny_model: Path) -> None:

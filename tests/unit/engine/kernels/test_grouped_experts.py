@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from finetune.engine.kernels import grouped_experts
-from tests.helpers.experts import BOTH, KINDS, check_equal, loss_and_gradients, model_of, with_adapter
+from tests.helpers.kernels import BOTH, KINDS, check_experts, loss_and_gradients, model_of, with_adapter
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_peft(kind: str) -> None:
     model = with_adapter(model_of(kind, **KINDS[kind]), BOTH)
-    assert check_equal(model) == (1 if kind == "glm4_moe" else 2)
+    assert check_experts(model) == (1 if kind == "glm4_moe" else 2)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_those_of_peft(kind: str) -> None:
 )
 def test_any_adapter(parameters: list[str], given: dict[str, Any]) -> None:
     model = with_adapter(model_of("qwen3_moe", **KINDS["qwen3_moe"]), parameters, **given)
-    assert check_equal(model) == 2
+    assert check_experts(model) == 2
 
 
 def test_what_it_does_not_compute_is_left_as_it_is() -> None:
