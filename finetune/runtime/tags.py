@@ -161,27 +161,27 @@ METRICS = (
         name="expert_load_max",
         tag="2 health/busiest expert [x even]",
         unit="x even",
-        meaning="Tokens of a layer's busiest expert, by those of evenly used experts: mean over the layers of a "
-        "mixture of experts. 1 is even; the most is the number of experts by those per token. Counted since the last "
-        "record, without padding.",
+        meaning="Load of a layer's busiest expert relative to an even split of the tokens, averaged over the layers of "
+        "a mixture of experts. 1 is even; the maximum is the number of experts divided by the experts per token. "
+        "Counted since the last record, padding excluded.",
     ),
     Metric(
         name="expert_load_max_worst",
         tag="2 health/busiest of a layer [x even]",
         unit="x even",
-        meaning="The same of the layer in which it is the most.",
+        meaning="The same for the layer where it is highest.",
     ),
     Metric(
         name="expert_load_min",
         tag="2 health/least busy expert [x even]",
         unit="x even",
-        meaning="Tokens of a layer's least busy expert, by those of evenly used experts: mean over layers.",
+        meaning="Load of a layer's least busy expert relative to an even split of the tokens, averaged over layers.",
     ),
     Metric(
         name="expert_load_min_worst",
         tag="2 health/least busy of a layer [x even]",
         unit="x even",
-        meaning="The same of the layer in which it is the least.",
+        meaning="The same for the layer where it is lowest.",
     ),
     Metric(
         name="experts_unused",
@@ -194,7 +194,7 @@ METRICS = (
         name="expert_load",
         tag="2 health/load of experts [x even]",
         unit="x even",
-        meaning="Histogram of the experts of all layers by their tokens, in units of evenly used experts.",
+        meaning="Histogram of the load of all experts, relative to an even split of their layer's tokens.",
     ),
     Metric(
         name="learning_rate",
@@ -235,8 +235,8 @@ METRICS = (
         name="mfu",
         tag="3 speed/MFU [0-1]",
         unit="0-1",
-        meaning="Model FLOPs utilization: the model's own floating-point operations by the peak rate of the GPUs. Of "
-        "a mixture of experts, those of the experts that a token is routed to.",
+        meaning="Model FLOPs utilization: the model's own floating-point operations divided by the peak rate of the "
+        "GPUs. In a mixture of experts, only the experts that a token is routed to count.",
         also=("speed/MFU (fraction of peak)",),
     ),
     Metric(

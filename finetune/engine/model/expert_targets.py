@@ -237,6 +237,6 @@ def _check_options(config: Config, parameters: list[str]) -> None:
     wrong += [] if initial in INITIALIZATIONS else [f"lora.adapter_kwargs: {{init_lora_weights: {initial}}}"]
     if wrong:
         raise UserError(
-            f"An adapter of stacked experts ({shown}) is computed without {' and '.join(wrong)}. Remove "
+            f"PEFT's adapter of stacked experts ({shown}) does not support {' or '.join(wrong)}. Remove "
             f"{'it' if len(wrong) == 1 else 'them'}, or leave out the experts with lora.target_parameters: []."
         )

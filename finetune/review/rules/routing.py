@@ -70,9 +70,9 @@ def collapsed(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"their layer's busiest expert (threshold {percent(ON_ONE)}, mean over layers).",
         advice=f"training.router_aux_loss_coef: {max(10 * coefficient, COEFFICIENT):g} (now {number(coefficient)}); "
         f"{lower_rate(run)}; with LoRA leave the router out of lora.target_modules and modules_to_save",
-        gain=f"{percent(idle)} more of the experts in use, at the same time per step"
+        gain=f"{percent(idle)} more of the experts in use, at the same step time"
         if idle >= UNUSED
-        else f"{percent(on_one)} of the tokens go to different experts, at the same time per step",
+        else f"{percent(on_one)} of the tokens spread over other experts, at the same step time",
         confidence="high" if idle >= 1.5 * UNUSED or on_one >= ON_ONE else "medium",
         charts=("experts_unused", "expert_load_max"),
     )
@@ -97,6 +97,6 @@ EXPLANATIONS = {
         remedy=f"Set training.router_aux_loss_coef: {COEFFICIENT}, lower the learning rate, and start from the "
         "original weights: an expert without tokens gets no gradient. LoRA leaves the router as it is unless "
         "lora.target_modules or modules_to_save names it.",
-        brings="The capacity of all experts at the same time per step: a lower loss.",
+        brings="A lower loss at the same step time, from the capacity of all experts.",
     ),
 }
