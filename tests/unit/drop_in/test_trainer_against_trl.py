@@ -217,6 +217,44 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make("moe", tmp_path_factory.mktemp("experts") / "moe")
 
 
+def test_adapters_of_experts_train_as_with_trl(make: Callable[..., Any], experts: Path, tmp_path: Path) -> None:
+    """By this package's kernels. The reference is trl.SFTTrainer itself, with PEFT's."""
+    import peft
+    import transformers
+    import trl
+
+    from finetune import SFTConfig, SFTTrainer
+    from finetune.engine.kernels import grouped_experts
+    from tests.conformance import trl_on_cpu
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(
+            r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False, task_type="CAUSAL_LM",
+        )  # fmt: skip
+        return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(experts), lora)
+
+    def config(name: str, **more: Any) -> Any:
+        return SFTConfig(
+            output_dir=str(tmp_path / name), per_device_train_batch_size=1, router_aux_loss_coef=0.0, max_steps=3,
+            save_strategy="no", report_to="none", bf16=False, use_cpu=True, optim="sgd", learning_rate=0.05, **more,
+        )  # fmt: skip
+
+    own = SFTTrainer(model(), config("own"), train_dataset=dataset(PAIRS))
+    assert grouped_experts.installed(own.model) == 2
+    own.train()
+    order = [int(row) for step in range(3) for row in own.plan.step_rows(0, step)]
+    trl_on_cpu.give_kernel()
+    rows = dataset([PAIRS[row] for row in order])
+    reference = trl.SFTTrainer(model(), config("reference", train_sampling_strategy="sequential"), train_dataset=rows)
+    reference.train()
+    trained = {name: one for name, one in reference.model.named_parameters() if one.requires_grad}
+    assert sum("experts" in name for name in trained) == 8
+    for name, parameter in trained.items():
+        assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-4, atol=1e-6), name
+
+
 @pytest.mark.parametrize("coefficient", [0.5, 0.0, None], ids=["given", "off", "the model's"])
 def test_by_single_rows_a_mixture_of_experts_trains_as_with_trl(
     make: Callable[..., Any], experts: Path, tmp_path: Path, coefficient: float | None

@@ -131,9 +131,21 @@ def test_layers_without_an_adapter_have_none_on_their_experts() -> None:
         ("Qwen3Moe", "--lora.target_parameters [experts.gate_up]", "Nearest is mlp.experts.gate_up_proj."),
         ("Qwen3Moe", "--lora.target_parameters [q_proj.weight]", "Name the layer in lora.target_modules: q_proj."),
         ("GptOss", "--lora.target_parameters [experts.down_proj_bias]", "of 2 dimensions: an adapter goes on stacked"),
-        ("Qwen3Moe", "--lora.lora_dropout 0.1", "does not support lora.lora_dropout: 0.1. Remove it, or leave out the experts"),
-        ("Qwen3Moe", "--lora.adapter_kwargs {use_dora: true}", "does not support lora.adapter_kwargs: {use_dora: True}"),
-        ("Qwen3Moe", "--lora.adapter_kwargs {lora_bias: true}", "does not support lora.adapter_kwargs: {lora_bias: True}"),
+        (
+            "Qwen3Moe",
+            "--lora.lora_dropout 0.1",
+            "does not support lora.lora_dropout: 0.1. Remove it, or leave out the experts",
+        ),
+        (
+            "Qwen3Moe",
+            "--lora.adapter_kwargs {use_dora: true}",
+            "does not support lora.adapter_kwargs: {use_dora: True}",
+        ),
+        (
+            "Qwen3Moe",
+            "--lora.adapter_kwargs {lora_bias: true}",
+            "does not support lora.adapter_kwargs: {lora_bias: True}",
+        ),
         ("Qwen3Moe", "--lora.adapter_kwargs {init_lora_weights: pissa}", "{init_lora_weights: pissa}"),
     ],
 )
