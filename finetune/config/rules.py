@@ -156,6 +156,7 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
 
 
 OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
+LOADED_AS = "unsloth"  # the value that a model is loaded with if it is still to be found
 
 
 def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
@@ -164,13 +165,21 @@ def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
     return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
 
 
+def activation_modes(backend: str) -> list[tuple[str | bool, bool]]:
+    """(training.gradient_checkpointing, model.tiled_mlp) of the ways to keep activations, from the one that computes
+    nothing again to the one that needs the least memory."""
+    kinds = checkpointing_kinds(backend)
+    return [*((kind, False) for kind in reversed(kinds)), (kinds[0], True)]
+
+
 def needs_transformers(config: Config) -> str | None:
     """The setting that only the transformers backend has, which `model.backend: auto` then takes; None if there is
     none."""
     if config.training.strategy == "shard":
         return "training.strategy: shard"
     kind = config.training.gradient_checkpointing
-    return None if kind in checkpointing_kinds("unsloth") else f"training.gradient_checkpointing: {kind}"
+    known = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    return None if known else f"training.gradient_checkpointing: {kind}"
 
 
 def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
@@ -651,12 +660,13 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and arguments.get("debug"):
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
-    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE):
+    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, "auto"):
         yield (
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
         )
-    if config.model.backend == "unsloth" and kind not in checkpointing_kinds("unsloth"):
+    found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
         yield (
             ("model.backend", "training.gradient_checkpointing"),
