@@ -157,7 +157,7 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
 
 
 OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
-LOADED_AS = "unsloth"  # the value that a model is loaded with if it is still to be found
+AUTO, LOADED_AS = "auto", "unsloth"  # a model is loaded as the latter if the value is still to be found
 
 
 def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
@@ -661,7 +661,7 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and arguments.get("debug"):
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
-    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, "auto"):
+    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, AUTO):
         yield (
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",

@@ -240,11 +240,11 @@ class ModeChoice:
         if self.searches or self.reason == AS_CONFIGURED:
             return None
         took = f" ({self.seconds:.1f} s)" if self.seconds else ""
-        return f"Activations: {self.mode.text}, {self.reason}{took}"
+        return f"Chosen by auto: {self.mode.text}, {self.reason}{took}"
 
     def configuration(self, config: Config) -> Config:
-        """The configuration with this mode, if it leaves the mode open."""
-        if self.reason == AS_CONFIGURED:
+        """The configuration with this mode, if it leaves the mode open and that is known."""
+        if self.searches or self.reason == AS_CONFIGURED:
             return config
         training = replace(config.training, gradient_checkpointing=self.mode.gradient_checkpointing)  # type: ignore
         return replace(config, training=training, model=replace(config.model, tiled_mlp=self.mode.tiled_mlp))
@@ -272,7 +272,7 @@ def choose(job: Job, kept: JsonObject | None) -> ModeChoice:
     plain = next(one for one in modes if one.gradient_checkpointing == loaded)
     limit = micro_batch.device_memory(job.stack.device).limit_bytes
     if limit is None:
-        return ModeChoice(mode=plain, reason="auto measures on a GPU only: a CPU run has no memory of its own to fill")
+        return ModeChoice(mode=plain, reason="as on any CPU, which has no memory of its own to fill")
     earlier, wanted = find(job), rows(job)
     chosen = None if earlier is None else activations.fastest(earlier, wanted, limit)
     everywhere = distributed.gather_objects(None if chosen is None else vars(chosen.mode))
