@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.config import Config
-from finetune.config.rules import LOADED_AS, activation_modes
+from finetune.config.rules import LOADED_AS, OFFLOAD, activation_modes
 from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.engine.job import Job
-from finetune.engine.model import positions
+from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training import recompute
@@ -104,9 +104,22 @@ def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mo
     first = passes(short)
     if first is None:
         return Measured(mode=mode, held_bytes=held, points=())
+    host = host_tokens(trainer, size, mode)
+    most = min((one for one in (most, host) if one is not None), default=None)
     tokens = longer_document(first, held, limit, size, most)
     second = None if tokens is None else passes(tokens)
-    return Measured(mode=mode, held_bytes=held, points=(first,) if second is None else (first, second))
+    points = (first,) if second is None else (first, second)
+    return Measured(mode=mode, held_bytes=held, points=points, host_tokens=host)
+
+
+def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
+    """Tokens of a micro-batch whose layers' inputs fit the host's memory, of which each rank of a machine has a part;
+    None if the mode keeps none there. Every rank calls it."""
+    if mode.gradient_checkpointing not in (OFFLOAD, "unsloth"):
+        return None
+    each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
+    available = MEMORY_MARGIN * read_ahead.free_bytes() / distributed.ranks().local_world_size
+    return int(min(distributed.gather_objects(available)) / each)
 
 
 def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:
@@ -114,7 +127,7 @@ def longer_document(first: Point, held: float, limit: float, size: ModelSize, mo
     longer than the first, or memory does not grow with the tokens.
 
     Args:
-        most: that the model has positions for; None if any number.
+        most: that the model has positions for, and the host memory; None if any number.
     """
     each = (first.peak_bytes - held) / first.tokens
     if each <= 0:
@@ -315,7 +328,7 @@ def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> ModeChoice:
 
 def fits_without_margin(one: Measured, wanted: Rows, limit: float) -> bool:
     """Whether the largest micro-batch fits if nothing of the memory is kept free."""
-    return one.line is not None and one.line.peak_bytes(wanted.most) <= limit / MEMORY_MARGIN
+    return one.fits(wanted.most, limit / MEMORY_MARGIN)
 
 
 def _why(chosen: Measured, wanted: Rows, limit: float) -> str:
@@ -331,7 +344,7 @@ def _need(one: Measured, wanted: Rows, limit: float) -> str:
 def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
     """Why the largest micro-batch does not fit, and the settings that hold it."""
     frugal = activations.most_frugal(found, limit)
-    longest = 0 if frugal is None or frugal.line is None else frugal.line.longest(limit) or 0
+    longest = 0 if frugal is None else frugal.longest(limit) or 0
     text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
         return f"{text}. It fits with {settings}."
