@@ -165,6 +165,21 @@ def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
     return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
 
 
+def less_activation_memory(config: Config, backend: str) -> list[tuple[str, str]]:
+    """Keys and values that make a row need less memory, and only take time: the cheapest first.
+
+    Args:
+        backend: that the run uses. A sharded model is trained with transformers.
+    """
+    kind = config.training.gradient_checkpointing
+    on_unsloth = backend == "unsloth" and config.training.strategy != "shard"
+    if not kind:
+        return [("training.gradient_checkpointing", "unsloth" if on_unsloth else "true")]
+    offloads = kind == OFFLOAD or kind == "unsloth" and on_unsloth
+    found = [] if offloads else [("training.gradient_checkpointing", "unsloth" if on_unsloth else OFFLOAD)]
+    return found if config.model.tiled_mlp else [*found, ("model.tiled_mlp", "true")]
+
+
 def needs_transformers(config: Config) -> str | None:
     """The setting that only the transformers backend has, which `model.backend: auto` then takes; None if there is
     none."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.config.rules import STOCHASTIC_OPTIMIZERS
+from finetune.config.rules import STOCHASTIC_OPTIMIZERS, less_activation_memory
 from finetune.errors import RunError
 from finetune.runtime.machine.hardware import out_of_memory_details
 from finetune.text import counted
@@ -33,8 +33,10 @@ def explain_out_of_memory(job: Job) -> Iterator[None]:
         model, training = job.config.model, job.config.training
         longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
         sharded = training.strategy == "shard"
-        kind, optimizer = ("true", "adamw_torch_8bit") if sharded else ("unsloth", "adamw_8bit")
-        alternatives = [] if training.gradient_checkpointing else [f"training.gradient_checkpointing: {kind}"]
+        optimizer = "adamw_torch_8bit" if sharded else "adamw_8bit"
+        alternatives = []
+        if job.batch.per_device == 1 or not training.gradient_checkpointing:
+            alternatives += [f"{key}: {value}" for key, value in less_activation_memory(job.config, job.stack.backend)]
         if model.full_finetuning:
             if training.master_weights == "float32" and training.optim in STOCHASTIC_OPTIMIZERS:
                 alternatives.append("training.master_weights: stochastic")
