@@ -13,6 +13,7 @@ from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.config.arguments import why_not_in_script
 from finetune.config.load import FINETUNE
+from finetune.config.rules import less_activation_memory
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.activations import Mode
@@ -286,8 +287,9 @@ def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
         name = "another way to keep activations"
         found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
     elif not config.training.gradient_checkpointing:
-        kind = "true" if config.model.backend == "transformers" else "unsloth"
-        arguments = ("--training.gradient_checkpointing", kind)
+        backend = "transformers" if config.model.backend == "transformers" else "unsloth"
+        ((key, kind),) = less_activation_memory(config, backend)
+        arguments = (f"--{key}", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
         if config.training.adam_in_full and not on_cpu:
