@@ -46,11 +46,13 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Passes on one document of so many tokens: peak memory, and the seconds of a forward and backward pass."""
+    """Passes on one document of so many tokens: peak memory, the seconds of a forward and backward pass, and those of
+    the first pass, which compiles."""
 
     tokens: int
     peak_bytes: float
     seconds: float
+    first_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,6 +170,7 @@ def try_document(
         tokens=tokens,
         peak_bytes=max(one.peak_bytes for one in everywhere) + to_come,
         seconds=max(one.seconds for one in everywhere),
+        first_seconds=max(one.first_seconds for one in everywhere),
     )
 
 

@@ -232,7 +232,7 @@ def on_a_device(runs: Runs, limit: float) -> Device:
             device.take(tokens)
         except torch.OutOfMemoryError:
             return None
-        return micro_batch.Passes(peak_bytes=device.peak, seconds=tokens / (1e3 + NEEDS[device.mode]))
+        return micro_batch.Passes(peak_bytes=device.peak, seconds=tokens / (1e3 + NEEDS[device.mode]), first_seconds=1)
 
     runs.monkeypatch.setattr(micro_batch, "run_passes", run_passes)
     runs.monkeypatch.setattr(micro_batch, "device_memory", lambda name: device)
