@@ -86,11 +86,20 @@ class DryRunner:
     def _dry_run(self, extra: Sequence[str], sharing: int) -> DryRunResult:
         arguments = [*self.arguments, *extra]
         target, words = ["-m", "finetune.train"], ["--dry-run", *arguments]
-        if self.cpu_cores is None and not extra:
-            target, words = ["-m", "finetune.dryrun"], ["--longest", *arguments]
+        every = ["--longest"] if self.cpu_cores is None and not extra else []
+        if every:
+            target, words = ["-m", "finetune.dryrun"], [*every, *arguments]
         if self.script:
             target = ["-m", "finetune.dryrun"]
-            words = ["--devices", str(self.devices), self.script[0], "--", *self.script[1:], *self.flags(arguments)]
+            words = [
+                "--devices",
+                str(self.devices),
+                *every,
+                self.script[0],
+                "--",
+                *self.script[1:],
+                *self.flags(arguments),
+            ]
         with console().status(f"dry run {' '.join(self.flags(extra))}"):
             return parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
 
