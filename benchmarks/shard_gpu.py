@@ -25,6 +25,7 @@ kill HOW      a sharded run on two GPUs is struck, and resumed on one (benchmark
 8b            full fine-tuning of 8 B under a cap of 60 GiB a GPU: one GPU fails, two shard; with its prediction
 peer STACK    full fine-tuning of 8 B on two GPUs, two documents of 4,096 tokens a GPU: ours, Unsloth's FSDP2, and TRL
               with the FSDP2 profile that it ships
+peer STACK moe  the same for 16 layers of Qwen3-30B-A3B and documents of real lengths
 20b, 20b 8bit full fine-tuning of 20 B on two GPUs, Adam's states in bfloat16, in 8 bits; only the weights are saved
 70b           QLoRA of 70 B on two GPUs under a cap of 40 GiB a GPU
 """
@@ -46,7 +47,7 @@ from typing import Any
 import yaml
 
 from benchmarks import gpu_faults, models, processes
-from benchmarks.peers import rows
+from benchmarks.peers import cells, rows
 from benchmarks.processes import say
 from finetune.runtime import bootstrap
 
@@ -403,17 +404,20 @@ def killed(given: argparse.Namespace, trial: str) -> dict[str, Any]:
     return found | ({} if found["kept_promise"] else {"error": "the promise was not kept"})
 
 
-def peer(given: argparse.Namespace, stack: str) -> dict[str, Any]:
-    """Tokens/s of a stack that shards 8 B, by the clock of `benchmarks.peers`. On a CPU Unsloth does not shard."""
+def peer(given: argparse.Namespace, stack: str, shape: str = "llama-8b", kind: str = "4096") -> dict[str, Any]:
+    """Tokens/s of a stack that shards a model, by the clock of `benchmarks.peers`: rows of 4,096 tokens, or of real
+    lengths up to 2,048, in packs of 16,384 or, as peers take them by default, padded. On a CPU Unsloth does not
+    shard."""
     from transformers import AutoTokenizer
 
     if given.cpu and stack == "trl":
         return {"skipped": "TRL's loss needs Triton"}
 
-    model, length = model_of(given, "llama-8b"), 256 if given.cpu else 4096
-    data = given.work / f"rows-{length}.jsonl"
-    rows.build(data, "4096", length, AutoTokenizer.from_pretrained(model), given.train)
-    setting = {"batch": 2, "length": length, "accumulation": 1, "checkpointing": True}
+    model, longest = model_of(given, shape), 256 if given.cpu else cells.LONGEST[kind]
+    data = given.work / f"rows-{kind}.jsonl"
+    rows.build(data, kind, longest, AutoTokenizer.from_pretrained(model), given.train)
+    batch, length = (2, longest) if kind == "4096" else (8, longest) if stack != "ours" else (1, 8 * longest)
+    setting = {"batch": batch, "length": length, "accumulation": 1, "checkpointing": True}
     words = [*SHARD, "--model.backend", "transformers", "--data.pack_length", str(length)]
     request = {
         "stack": stack, "model": str(model), "rows": str(data), "cache": str(given.work / "datasets"),
@@ -422,7 +426,7 @@ def peer(given: argparse.Namespace, stack: str) -> dict[str, Any]:
         "steps": 4 if given.cpu else 16, "skipped": 2 if given.cpu else 6, "trial_steps": 0, "started": time.time(),
         "options": {"words": words},
     }  # fmt: skip
-    asked, answer = (given.work / f"peer-{stack}-{what}.json" for what in ("asked", "answer"))
+    asked, answer = (given.work / f"peer-{stack}-{kind}-{what}.json" for what in ("asked", "answer"))
     asked.write_text(json.dumps(request))
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -512,6 +516,10 @@ CELLS: dict[str, tuple[int, float, Call]] = {
     "dry 8b": (1, 300, dry_8b),
     "8b": (2, 540, eight),
     **{f"peer {stack}": (2, 400, partial(peer, stack=stack)) for stack in ("ours", "unsloth", "trl")},
+    **{
+        f"peer {stack} moe": (2, 300, partial(peer, stack=stack, shape="qwen3-moe-16", kind="real"))
+        for stack in ("ours", "trl")
+    },
     "build 20b": (1, 400, partial(built, shape="llama-20b")),
     "20b 8bit": (2, 560, partial(twenty, optimizer="adamw_torch_8bit")),
     "20b": (2, 560, partial(twenty, optimizer="adamw_torch")),

@@ -12,6 +12,7 @@ SIZES = {
     "8b": "llama-8b",
     "1m": "llama-1m",
     "moe": "qwen3-moe-16",
+    "moe48": "qwen3-moe-30b",
     "moe4": "qwen3-moe-4",
     "1m-moe": "qwen3-moe-1m",
 }
@@ -80,7 +81,7 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     pack = 128 if short else 8192 if cell.size == "8b" and longest <= 8192 else 16384
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
-    packs = [Setting(1, pack), Setting(2, pack)]
+    packs = [Setting(1, pack), Setting(2, pack)] if cell.size != "moe48" else [Setting(1, pack, 1, True)]
     checkpointed = [Setting(batch, longest, 1, True) for batch in (16, 32, 64)]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
