@@ -87,6 +87,18 @@ SHAPES = {
         tie_word_embeddings=False,
         rope_theta=500000.0,
     ),
+    "llama-8b-long": dict(  # for rows that are longer than Llama 3.1's 131,072 tokens
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        rope_theta=500000.0,
+        max_position_embeddings=1048576,
+    ),
     "llama-3b": dict(
         hidden_size=3072,
         intermediate_size=8192,
@@ -200,8 +212,7 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        **({"model_type": "llama"} | SHAPES[shape.removesuffix("-nf4")]),
-        max_position_embeddings=32768,
+        **({"model_type": "llama", "max_position_embeddings": 32768} | SHAPES[shape.removesuffix("-nf4")]),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
