@@ -155,6 +155,24 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
         yield ("model.loader_kwargs", other), f"load_in_16bit and {key} exclude each other. Keep one."
 
 
+OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
+
+
+def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
+    """The values of training.gradient_checkpointing that a backend has, the cheapest in memory first. A sharded model
+    has those of the transformers backend."""
+    return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
+
+
+def needs_transformers(config: Config) -> str | None:
+    """The setting that only the transformers backend has, which `model.backend: auto` then takes; None if there is
+    none."""
+    if config.training.strategy == "shard":
+        return "training.strategy: shard"
+    kind = config.training.gradient_checkpointing
+    return None if kind in checkpointing_kinds("unsloth") else f"training.gradient_checkpointing: {kind}"
+
+
 def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     """What only Unsloth's backend has."""
     if config.model.backend != "transformers":
@@ -168,7 +186,8 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     if config.training.gradient_checkpointing == "unsloth":
         yield (
             ("model.backend", "training.gradient_checkpointing"),
-            'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, or false.',
+            'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, offload to '
+            "keep layers' inputs in CPU memory, or false.",
         )
 
 
@@ -622,14 +641,28 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
 
 
 def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
-    """Arguments of the recomputation of activations."""
-    key = "training.gradient_checkpointing_kwargs"
+    """The kind of recomputation that the backend has, and its arguments."""
+    key, kind = "training.gradient_checkpointing_kwargs", config.training.gradient_checkpointing
     arguments = config.training.extra.get("gradient_checkpointing_kwargs") or {}
     for name in arguments:
-        if name not in CHECKPOINTING:
+        if name in (OFFLOAD, SELECTIVE):  # as transformers and TRL name them there
+            yield (key,), f"`{name}` cannot be set here: use training.gradient_checkpointing: {name}."
+        elif name not in CHECKPOINTING:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and arguments.get("debug"):
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
+    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE):
+        yield (
+            (key, "training.gradient_checkpointing"),
+            f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
+        )
+    if config.model.backend == "unsloth" and kind not in checkpointing_kinds("unsloth"):
+        other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
+        yield (
+            ("model.backend", "training.gradient_checkpointing"),
+            f'gradient_checkpointing "{kind}" needs the transformers backend. Set backend to transformers, or '
+            f"gradient_checkpointing to {other}.",
+        )
 
 
 def ranges(config: Config, given: frozenset[str]) -> Contradictions:
@@ -701,7 +734,8 @@ def sharding(config: Config, given: frozenset[str]) -> Contradictions:
     if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
         yield (
             ("training.strategy", "training.gradient_checkpointing"),
-            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to offload, true, selective or '
+            "false.",
         )
     if model.dtype == "float16":
         yield (

@@ -160,6 +160,7 @@ class SFTTrainer(engine.SFTTrainer):
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 peft_config=peft_config,
+                recomputation=settings.recomputation(given, loaded, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False)),
                 reduces_once=shard.reduces_once(self.job.config),
             )
         if self.job.layer_kernels.kernels == liger.LIGER:

@@ -150,11 +150,8 @@ def _load_transformers(
         )
     if config.model.full_finetuning:
         return model
-    checkpointing = bool(config.training.gradient_checkpointing)
     if quantization is not None:
         _prepare_quantized(model)
-    elif checkpointing:
-        model.enable_input_require_grads()
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     adapter_targets.check(model, config, adapter_target_modules(config), "transformers")

@@ -41,10 +41,11 @@ from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard
-from finetune.engine.training import evaluation, state_files
+from finetune.engine.training import evaluation, recompute, state_files
 from finetune.engine.training.batches import PlanLoader, eval_datasets, to_device, unwrap_host_tensors
 from finetune.engine.training.ddp_buckets import DdpBuckets
 from finetune.engine.training.loss import StepStatistics, has_fused_head, loss_from_mean
+from finetune.engine.training.recompute import EVERYTHING_KEPT, Recomputation
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.engine.training.state_files import explain_load_error
 from finetune.errors import RunError, UserError
@@ -84,6 +85,7 @@ class SFTTrainer(trl.SFTTrainer):
         layout: Layout,
         eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
+        recomputation: Recomputation = EVERYTHING_KEPT,
         reduces_once: bool | None = None,
         weights: str = master_weights.FLOAT32,
         saved_dtype: torch.dtype | None = None,
@@ -92,6 +94,8 @@ class SFTTrainer(trl.SFTTrainer):
         """
         Args:
             args: as `managed` returns them.
+            recomputation: which activations are computed again in the backward pass; can be set again between steps by
+                `set_recomputation`.
             reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last
                 pass only. None for other runs.
             eval_layout: the held-out rows, or several sets of them by name.
@@ -111,6 +115,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.sharded = shard.is_sharded(model)
         if stack.device == "cpu":
             keep_4bit_layout(model)
+        self.recomputation = recomputation
         self.reduces_once = reduces_once
         self.weights = weights
         self.saved_dtype = saved_dtype
@@ -277,6 +282,15 @@ class SFTTrainer(trl.SFTTrainer):
         """Divide each step in another way, before the first."""
         self.args.per_device_train_batch_size = self._train_batch_size = batch.per_device
         self.args.gradient_accumulation_steps = batch.accumulation
+
+    def set_recomputation(self, recomputation: Recomputation) -> None:
+        """Compute other activations again in the backward pass, from the next forward pass on. The result is the same.
+
+        Raises:
+            UserError: the backend or the model cannot do it.
+        """
+        recompute.apply(self.model, recomputation, self.stack)
+        self.recomputation = recomputation
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -620,6 +634,7 @@ class SFTTrainer(trl.SFTTrainer):
         return self._train_zero_steps(resume_from_checkpoint)
 
     def _train_to_end(self, **kwargs: Any) -> Any:
+        self.set_recomputation(self.recomputation)
         output = super().train(**kwargs)
         self.use_evaluation_weights()
         return output
