@@ -76,10 +76,12 @@ def open_session(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    # The transformers backend is the one that is proven on sharded models.
+    # The transformers backend is the one that is proven on sharded models and shared rows.
     backend, setting = config.model.backend, "model.backend"
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
+    elif config.training.context_parallel > 1 and backend == "auto":
+        backend, setting = "transformers", f"training.context_parallel: {config.training.context_parallel}"
     with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
