@@ -134,15 +134,17 @@ class Monitor:
             global_step: steps complete, this one included.
         """
         self._steps += 1
-        args = self._trainer.args
+        args, context = self._trainer.args, self._trainer.context
         dealt = self._plan.deal(
             *divmod(global_step - 1, self._plan.steps_per_epoch),
-            world_size=args.world_size,
+            world_size=context.data_ranks,
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
         )
         for place, values in enumerate((self._tokens, self._squares)):
-            self._shares[place] += np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
+            by_rows = np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
+            # Ranks that share rows have equal parts; the first ones the rest.
+            self._shares[place] += ((by_rows[:, None] + np.arange(context.size)[::-1]) // context.size).ravel()
         # A reduction in the first of several micro-batches shifts DDP's count of iterations by one.
         if self._steps > 2 and (self._steps <= DDP_FIRST_STEPS + 1 or self._steps % logging_steps <= 1):
             self._read_account()

@@ -18,6 +18,7 @@ from finetune.engine.training.loss import StepStatistics
 from finetune.runtime import communication
 from finetune.runtime.machine import gpu_sampler
 from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.tags import PHASES
 
 
@@ -68,6 +69,7 @@ class FakeTrainer:
         self.statistics.add_load_balancing(torch.tensor(0.75))  # this rank's share
         self.accelerator = types.SimpleNamespace(backward=None, clip_grad_norm_=lambda *a: torch.tensor(2.5))
         self.args = types.SimpleNamespace(world_size=2, per_device_train_batch_size=2, gradient_accumulation_steps=1)
+        self.context = ContextGroup()
         self.state = types.SimpleNamespace(global_step=0)
         self.get_batch_samples = self.compute_loss = lambda: None
 
@@ -154,6 +156,18 @@ def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch:
     dealt = plan(8).deal(0, 0, world_size=2, per_device=2, accumulation=1)
     assert found._shares[0].tolist() == [(dealt[0, rank] + 1).sum() for rank in (0, 1)]
     assert found._shares[1].tolist() == [((dealt[0, rank] + 1) ** 2).sum() for rank in (0, 1)]
+
+
+def test_ranks_that_share_rows_have_parts_of_their_tokens(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token counts once, whatever the number of ranks that have its row."""
+    trainer = FakeTrainer([])
+    trainer.context, trainer.args.per_device_train_batch_size = ContextGroup(size=2), 4
+    found = make(monkeypatch, [], trainer)
+    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: None)
+    found.step_ended(1, logging_steps=10)
+    rows = plan(8).step_rows(0, 0)
+    for shares, values in zip(found._shares, (rows + 1, (rows + 1) ** 2), strict=True):
+        assert shares.sum() == values.sum() and 0 <= shares[0] - shares[1] <= 1
 
 
 def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
