@@ -425,7 +425,7 @@ def peer(
         batch, length = 1, batch * longest
     strategy = SHARD if context == 1 else ("--training.context_parallel", str(context), "--model.tiled_mlp", "true")
     words = [*strategy, "--model.backend", "transformers", "--data.pack_length", str(length)]
-    steps, skipped = (4, 2) if given.cpu or context > 1 else (16, 6)
+    steps, skipped = (3, 1) if context > 1 else (4, 2) if given.cpu else (16, 6)
     request = {
         "stack": stack, "model": str(model), "rows": str(data), "cache": str(given.work / "datasets"),
         "work": str(given.work / f"peer-{stack}"), "method": "full" if context == 1 else "lora", "packing": False,

@@ -54,8 +54,10 @@ class Clock:
 
     def count(self, model: Any, given: Any, further: dict[str, Any]) -> None:
         """Add a micro-batch's labels to the running step."""
-        labels = further.get("shift_labels")  # of ranks that share a row: each has a part
-        self.labels[-1].append(((further["labels"] if labels is None else labels) != -100).sum())
+        # Of ranks that share a row, each has a part. Without labels the loss is computed elsewhere, here of all tokens.
+        names = ("shift_labels", "labels", "input_ids")
+        labels = next(further[name] for name in names if further.get(name) is not None)
+        self.labels[-1].append((labels != -100).sum())
 
     def mark(self) -> None:
         """A step has ended."""
