@@ -186,6 +186,8 @@ def choose_attention(
         documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
         found = context_attention.own_shapes(attention.shapes(loaded, lengths, dtype), context.size)
         return attention.choose(wanted, found, stack.torch_device, documents)
+    if own == context_attention.NAME:  # on a CPU
+        own = "sdpa"
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
     return attention.AttentionKernel(kernel=own, reason=reason, masks=context.size == 1)

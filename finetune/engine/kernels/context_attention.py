@@ -113,29 +113,25 @@ def gather_heads(output: torch.Tensor, heads: int, group: ContextGroup) -> torch
 # --- transformers' attention function ---------------------------------------------------------------------------------
 
 
-def install(model: Model, group: ContextGroup, dtype: torch.dtype) -> None:
+def install(model: Model, group: ContextGroup) -> None:
     """Let a transformers model compute attention together with the ranks of its group. Batches then need
-    `attention.batch_arguments`, with the lengths of the whole row; without them it computes as before.
-
-    Args:
-        dtype: that the run computes in.
-
-    Raises:
-        UserError: the model's attention cannot be shared so.
-    """
+    `attention.batch_arguments`, with the lengths of the whole row; without them it computes as before."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    if (why := why_not_shared(base, dtype)) is not None:
-        raise UserError(f"training.context_parallel is {group.size}, which this run cannot have: {why}. Set it to 1.")
     ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(context_attention, group))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(NAME)
 
 
-def why_not_shared(base: Any, dtype: torch.dtype) -> str | None:
-    """Why ranks cannot share the attention of this model; None if they can."""
+def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
+    """Why ranks cannot share the attention of this model; None if they can.
+
+    Args:
+        dtype: that the run computes in.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     config = base.config.get_text_config()
     name = config.model_type
     if not getattr(base, "_supports_attention_backend", False):

@@ -90,9 +90,10 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
     Raises:
         UserError: this model cannot.
     """
-    if (why := why_not_packed(model, stack)) is not None:
+    why = why_not_packed(model, stack) or context_attention.why_not_shared(model, resolve_dtype(config, stack))
+    if why is not None:
         raise UserError(f"training.context_parallel is {context.size}, which this run cannot have: {why}. Set it to 1.")
-    context_attention.install(model, context, resolve_dtype(config, stack))
+    context_attention.install(model, context)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.attention import varlen
 
 from finetune.data.collate import MULTIPLE, collate
 from finetune.data.layout import Document
@@ -24,6 +25,7 @@ from finetune.engine.training.loss import loss_of_part
 from finetune.errors import UserError
 from finetune.runtime.ranks.context_group import ContextGroup
 from tests.helpers import tiny
+from tests.unit.engine.kernels.test_attention import of_each_document
 
 VOCABULARY = 64
 
@@ -137,24 +139,34 @@ def alone(whole: Any, rows: list[list[Document]]) -> tuple[float, list[float], d
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_value", "ranks", "window", "pack_length"),
+    ("heads", "key_value", "ranks", "window", "pack_length", "kernel"),
     [
-        pytest.param(4, 2, 2, None, 64, id="packs"),
-        pytest.param(9, 3, 2, None, None, id="heads that 2 does not divide"),
-        pytest.param(6, 1, 4, 7, 64, id="one key/value head, sliding window"),
+        pytest.param(4, 2, 2, None, 64, False, id="packs"),
+        pytest.param(9, 3, 2, None, None, False, id="heads that 2 does not divide"),
+        pytest.param(6, 1, 4, 7, 64, False, id="one key/value head, sliding window"),
+        pytest.param(6, 3, 2, None, 64, True, id="kernel of a GPU"),
     ],
 )
 def test_shared_rows_are_as_each_document_alone(
-    heads: int, key_value: int, ranks: int, window: int | None, pack_length: int | None
+    heads: int,
+    key_value: int,
+    ranks: int,
+    window: int | None,
+    pack_length: int | None,
+    kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Loss, gradients and each document's loss. Documents of one token, and some that begin, end or lie across the
     border between two ranks; activations are recomputed."""
+    if kernel:
+        monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+        monkeypatch.setattr(context_attention, "document_attention", attention.packed_attention)
     rows = [documents(30, 2, 13, 1), documents(33, 17), []]
     plain = model(heads, key_value, window)
     loss, of_documents, gradients = alone(plain, rows)
     group = threads(ranks)
     shared = model(heads, key_value, window)
-    context_attention.install(shared, group, torch.float32)
+    context_attention.install(shared, group)
     tiny.checkpoint_activations(shared)
     copies = [copy.deepcopy(shared) for _ in range(ranks)]
     total = torch.tensor(sum(int((labels[1:] != -100).sum()) for row in rows for _, labels in row))
@@ -182,7 +194,7 @@ def test_shared_rows_are_as_each_document_alone(
 def test_rows_without_bounds_are_computed_as_before() -> None:
     """As in generation, in which each rank has its own prompts."""
     plain, shared = model(4, 2, None), model(4, 2, None)
-    context_attention.install(shared, threads(2), torch.float32)
+    context_attention.install(shared, threads(2))
     ids = torch.arange(10)[None]
     assert torch.allclose(shared(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6)
 
@@ -194,8 +206,19 @@ def test_a_model_whose_attention_cannot_be_shared_is_refused() -> None:
         ("Qwen3Moe", {"attention_dropout": 0.1}, "has attention_dropout 0.1"),
         ("Llama4Text", {}, "attends within chunks of a row"),
     ):
-        with pytest.raises(UserError, match=f"^training.context_parallel is 2, .*{expected}"):
-            context_attention.install(tiny.make_moe(family, **changes), threads(2), torch.float32)
+        why = context_attention.why_not_shared(tiny.make_moe(family, **changes), torch.float32)
+        assert why is not None and expected in why
+    assert context_attention.why_not_shared(tiny.make_moe("Qwen3Moe"), torch.float32) is None
+
+
+def test_an_attention_with_more_than_queries_keys_and_values_is_refused() -> None:
+    """Which only its call shows, in a model of an unknown kind."""
+    heads = torch.ones(1, 2, 4, 8)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
+    with pytest.raises(UserError, match="^training.context_parallel is 2, but this model's attention has softcap"):
+        context_attention.context_attention(
+            threads(2), torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **bounds
+        )
 
 
 def test_a_kernel_is_timed_at_the_heads_of_one_rank() -> None:
