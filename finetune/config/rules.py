@@ -82,6 +82,7 @@ MANAGED_ARGUMENTS = {
         "trust_remote_code": "use model.trust_remote_code",
         "attn_implementation": "use model.attn_implementation",
         "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "unsloth_tiled_mlp": "use model.tiled_mlp, which computes the slices with the same kernels as whole MLPs",
         "random_state": "use training.seed, and lora.random_state for the adapter",
         "token use_auth_token": "keep tokens out of configurations: run `hf auth login`, or set the variable HF_TOKEN",
         "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",

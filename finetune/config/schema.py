@@ -86,7 +86,7 @@ class ModelConfig:
         None, "Unsloth class that loads the model. null uses FastLanguageModel."
     )
     loader_kwargs: Values = _setting(
-        {}, "Further arguments for from_pretrained of the Unsloth class, such as {unsloth_tiled_mlp: true}."
+        {}, "Further arguments for from_pretrained of the Unsloth class, such as {offload_embedding: true}."
     )
 
 

@@ -38,6 +38,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
     from finetune.engine.session import recording
+    from finetune.engine.training import recompute
 
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")
@@ -82,6 +83,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
+    if (kept := recompute.configured(config).summary(job.stack)) is not None:
+        print_line(kept)
     if (experts := recording.experts_of(job)) is not None:
         whose = liger.backend_kernels(job.stack) if experts["grouped"] < experts["layers"] else "this package's"
         print_line(f"Kernels of the experts: {whose}")

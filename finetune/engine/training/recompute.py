@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from finetune.config import Config
 from finetune.config.rules import OFFLOAD, SELECTIVE, checkpointing_kinds
+from finetune.engine.training import tiled_mlp
 from finetune.engine.training.host_activations import HostActivations
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
@@ -46,7 +47,23 @@ class Recomputation:
     tiled_mlp: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def summary(self, stack: Stack) -> str | None:
+        """What the start of a run says about it; None if there is nothing to say."""
+        kind, tiled = resolve(self.kind, stack.backend), self.tiled_mlp
+        if stack.device == "cpu":
+            named = [f"gradient_checkpointing: {kind}"] if kind in (OFFLOAD, SELECTIVE) else []
+            named += ["tiled_mlp"] if tiled else []
+            return f"{' and '.join(named)}: on a CPU this changes nothing but the code path" if named else None
+        return f"Activations: {_KEPT[kind]}{'; MLPs in tiles' if tiled else ''}"
 
+
+_KEPT = {
+    False: "all are kept",
+    SELECTIVE: "layers' inputs and attention's outputs are kept, the rest is computed again",
+    True: "layers' inputs are kept, the rest is computed again",
+    OFFLOAD: "layers' inputs are kept in CPU memory, the rest is computed again",
+    "unsloth": "layers' inputs are kept in CPU memory, by Unsloth; the rest is computed again",
+}
 EVERYTHING_KEPT = Recomputation(kind=False)
 
 
@@ -85,6 +102,7 @@ def apply(model: Model, recomputation: Recomputation, stack: Stack) -> None:
         UserError: the backend does not have this kind, or the model has no layers that can be recomputed.
     """
     kind = resolve(recomputation.kind, stack.backend)
+    tiled_mlp.set_tiled(model, recomputation.tiled_mlp)
     options = {"use_reentrant": False} | dict(recomputation.options)  # the reentrant kind fails under DDP
     every = options.pop("every_n_layers", 1)
     if stack.backend == "unsloth":

@@ -93,6 +93,15 @@ def test_unsloths_kind_is_the_standard_one_on_the_other_backend() -> None:
         recompute.resolve("offload", "unsloth")
 
 
+def test_what_a_run_says() -> None:
+    gpu: Any = SimpleNamespace(backend="transformers", device="cuda")
+    assert Recomputation(kind=True).summary(STACK) is None
+    text = "gradient_checkpointing: offload and tiled_mlp: on a CPU this changes nothing but the code path"
+    assert Recomputation(kind="offload", tiled_mlp=True).summary(STACK) == text
+    found = Recomputation(kind="offload", tiled_mlp=True).summary(gpu)
+    assert found == "Activations: layers' inputs are kept in CPU memory, the rest is computed again; MLPs in tiles"
+
+
 def test_a_model_that_cannot_recompute_is_refused() -> None:
     model = llama()
     model.supports_gradient_checkpointing = False
