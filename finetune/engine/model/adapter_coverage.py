@@ -41,12 +41,14 @@ class Coverage:
     layers:     the last two parts of the names of linear layers without an adapter, the largest first
     parameters: the same of weights that PEFT does not find by their names in `target_modules`: stacked experts, layers
                 named as their parts
+    unmatched:  the names of `target_parameters` that match no parameter, which PEFT ignores
     """
 
     share: float
     experts: dict[str, Experts]
     layers: tuple[str, ...]
     parameters: tuple[str, ...]
+    unmatched: tuple[str, ...]
 
     @property
     def summary(self) -> str:
@@ -56,7 +58,9 @@ class Coverage:
 
     @property
     def warning(self) -> str | None:
-        """What has no adapter and how to give it one; None if that is little."""
+        """What has no adapter and how to give it one; None if that is little and nothing was asked for in vain."""
+        if self.unmatched:
+            return f"target_parameters has names that match no parameter: {', '.join(self.unmatched)}. Correct them."
         if self.share >= MIN_SHARE:
             return None
         bare = [*self.layers, *self.parameters]
@@ -128,7 +132,17 @@ def coverage(model: Model) -> Coverage | None:
         experts=experts,
         layers=tuple(name for name in largest if name not in bare_parameters),
         parameters=bare_parameters,
+        unmatched=tuple(_unmatched(model)),
     )
+
+
+def _unmatched(model: Model) -> Iterator[str]:
+    """The names of `target_parameters` that no adapter of a parameter is for."""
+    names = expert_targets.adapted_names(model)
+    for config in getattr(model, "peft_config", {}).values():
+        for target in getattr(config, "target_parameters", None) or ():
+            if not any(map(expert_targets.matches([target]), names)):
+                yield target
 
 
 def unquantized_experts(model: Model) -> str | None:

@@ -41,13 +41,7 @@ def check_patterns(model: Model, config: Config) -> None:
     Raises:
         UserError: one does not.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    names = []
-    for path, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            parts = [*path.split("."), getattr(module, "parameter_name", "base_layer")]
-            names.append(".".join(part for part in parts if part != "base_layer"))
+    names = expert_targets.adapted_names(model)
     for setting in ("rank_pattern", "alpha_pattern"):
         for key in config.lora.adapter_kwargs.get(setting) or ():
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches it

@@ -60,6 +60,18 @@ def routers(model: Model) -> dict[int, torch.nn.Module]:
     return declared | {id(module): module for module in model.modules() if type(module).__name__.endswith("Router")}
 
 
+def adapted_names(model: Model) -> list[str]:
+    """The full names of the layers and parameters that have an adapter, as PEFT matches them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            parts = [*path.split("."), getattr(module, "parameter_name", "base_layer")]
+            found.append(".".join(part for part in parts if part != "base_layer"))
+    return found
+
+
 def short_name(path: str) -> str:
     """The name of a parameter inside its layer: `mlp.experts.gate_up_proj`."""
     parts = [part for part in path.split(".") if part != "base_layer"]

@@ -262,6 +262,10 @@ def test_what_is_trained_is_printed_and_recorded() -> None:
     size = sum(one.numel() for name, one in every.items() if "q_proj" in name)
     assert less.share == pytest.approx(size / sum(one.numel() for one in every.values()))
     assert not less.experts and less.warning is not None and "experts.gate_up_proj" in less.warning
+    wrong = covered(target_modules="all-linear", target_parameters=[*experts, "mlp.experts.gate_proj"])
+    assert wrong.share == 1 and wrong.warning == (
+        "target_parameters has names that match no parameter: mlp.experts.gate_proj. Correct them."
+    )
 
 
 @pytest.mark.process  # Unsloth changes the libraries of its process
