@@ -157,12 +157,20 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
 
 
 OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
+AUTO, LOADED_AS = "auto", "unsloth"  # a model is loaded as the latter if the value is still to be found
 
 
 def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
     """The values of training.gradient_checkpointing that a backend has, the cheapest in memory first. A sharded model
     has those of the transformers backend."""
     return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
+
+
+def activation_modes(backend: str) -> list[tuple[str | bool, bool]]:
+    """(training.gradient_checkpointing, model.tiled_mlp) of the ways to keep activations, from the one that computes
+    nothing again to the one that needs the least memory."""
+    kinds = checkpointing_kinds(backend)
+    return [*((kind, False) for kind in reversed(kinds)), (kinds[0], True)]
 
 
 def needs_transformers(config: Config) -> str | None:
@@ -173,7 +181,8 @@ def needs_transformers(config: Config) -> str | None:
     if config.training.context_parallel > 1:
         return f"training.context_parallel: {config.training.context_parallel}"
     kind = config.training.gradient_checkpointing
-    return None if kind in checkpointing_kinds("unsloth") else f"training.gradient_checkpointing: {kind}"
+    known = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    return None if known else f"training.gradient_checkpointing: {kind}"
 
 
 def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
@@ -654,12 +663,13 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and arguments.get("debug"):
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
-    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE):
+    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, AUTO):
         yield (
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
         )
-    if config.model.backend == "unsloth" and kind not in checkpointing_kinds("unsloth"):
+    found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
         yield (
             ("model.backend", "training.gradient_checkpointing"),

@@ -243,9 +243,10 @@ class TrainingConfig:
         "random",
         "Order of the rows. group_by_length (without packing): steps of rows of similar length, which learn less well.",
     )
-    gradient_checkpointing: Literal["unsloth", "offload", "selective"] | bool = _setting(
+    gradient_checkpointing: Literal["unsloth", "offload", "selective", "auto"] | bool = _setting(
         "unsloth",
-        "Recompute activations: true, selective (all but attention), offload or unsloth (inputs in CPU memory), false.",
+        "Recompute activations: true, selective (all but attention), offload or unsloth (inputs in CPU memory), false."
+        " auto: the fastest that holds this job, measured.",
     )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
@@ -319,6 +320,11 @@ class TrainingConfig:
             "patience": self.early_stopping_patience,
             "threshold": self.early_stopping_threshold,
         }
+
+    @property
+    def leaves_activations_open(self) -> bool:
+        """Whether the run finds out how activations are kept."""
+        return self.gradient_checkpointing == "auto"
 
     @property
     def adam_in_full(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
+from finetune.config.rules import LOADED_AS
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
 from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
@@ -78,6 +79,9 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
             f"{bits}-bit kernels (backend {stack.backend}, device {stack.device}). Set it to false."
         )
     model.config.use_cache = False
+    if stack.backend == "unsloth" and config.training.leaves_activations_open:
+        # For `recompute.apply`, which else takes the model to be loaded with the kind that it is given.
+        model.recomputes = LOADED_AS  # type: ignore[attr-defined]
     return model
 
 
@@ -93,7 +97,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     import unsloth
 
     loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
-    checkpointing = config.training.gradient_checkpointing
+    checkpointing = LOADED_AS if config.training.leaves_activations_open else config.training.gradient_checkpointing
     dtype = resolve_dtype(config, stack)
     stored, on_gpu = master_weights.stored_dtype(config, dtype), stack.device != "cpu"
     model, _ = loader.from_pretrained(

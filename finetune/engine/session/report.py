@@ -30,6 +30,19 @@ class MicroBatch(Protocol):
     def to_dict(self) -> JsonObject: ...
 
 
+class ActivationMode(Protocol):
+    """The choice of how activations are kept (`finetune.measure.longest_row.ModeChoice`)."""
+
+    searches: bool  # before the first step
+
+    @property
+    def line(self) -> str | None: ...
+
+    def configuration(self, config: Config) -> Config: ...
+
+    def to_dict(self) -> JsonObject: ...
+
+
 def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
@@ -122,6 +135,12 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
         f"({size.seconds:.1f} s)"
     )
+
+
+def print_activations(mode: ActivationMode) -> None:
+    """Print how activations are kept, if the configuration leaves it open and it is known."""
+    if mode.line is not None:
+        print_line(mode.line)
 
 
 def _missing_exports(job: Job) -> str | None:

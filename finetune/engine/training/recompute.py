@@ -22,14 +22,15 @@ from typing import Any
 from torch.utils import checkpoint
 
 from finetune.config import Config
-from finetune.config.rules import OFFLOAD, SELECTIVE, checkpointing_kinds
+from finetune.config.rules import AUTO, LOADED_AS, OFFLOAD, SELECTIVE, checkpointing_kinds
 from finetune.engine.training import tiled_mlp
 from finetune.engine.training.host_activations import HostActivations
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.types import Model
 
-KINDS = ("unsloth", "offload", "selective", True, False)  # the values of training.gradient_checkpointing
+# The values of training.gradient_checkpointing; `auto` becomes one of them.
+KINDS = ("unsloth", "offload", "selective", True, False)
 
 Checkpoint = Callable[..., Any]  # (function, *inputs) -> what the function returns
 
@@ -49,6 +50,8 @@ class Recomputation:
 
     def summary(self, stack: Stack) -> str | None:
         """What the start of a run says about it; None if there is nothing to say."""
+        if self.kind == AUTO:
+            return "Activations: how they are kept is measured before the first step"
         kind, tiled = resolve(self.kind, stack.backend), self.tiled_mlp
         if stack.device == "cpu":
             named = [f"gradient_checkpointing: {kind}"] if kind in (OFFLOAD, SELECTIVE) else []
@@ -77,11 +80,13 @@ def configured(config: Config) -> Recomputation:
 
 
 def resolve(kind: str | bool, backend: str) -> str | bool:
-    """The kind that a run on this backend uses: "unsloth", the default, is `true` on the other one.
+    """The kind that a run on this backend uses: "unsloth", the default, is `true` on the other one, and so is `auto`
+    until it is decided.
 
     Raises:
         UserError: the backend does not have it.
     """
+    kind = LOADED_AS if kind == AUTO else kind
     if kind == "unsloth" and backend != "unsloth":
         return True
     if kind not in (known := checkpointing_kinds(backend)):

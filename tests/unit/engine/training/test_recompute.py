@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.schema import TrainingConfig
 from finetune.engine.training import recompute
-from finetune.engine.training.recompute import KINDS, Recomputation
+from finetune.engine.training.recompute import AUTO, KINDS, Recomputation
 from finetune.errors import UserError
 
 STACK: Any = SimpleNamespace(backend="transformers", device="cpu")
@@ -112,4 +112,4 @@ def test_a_model_that_cannot_recompute_is_refused() -> None:
 
 def test_the_kinds_are_those_of_the_configuration() -> None:
     names, on_or_off = typing.get_args(typing.get_type_hints(TrainingConfig)["gradient_checkpointing"])
-    assert on_or_off is bool and {*typing.get_args(names), True, False} == set(KINDS)
+    assert on_or_off is bool and {*typing.get_args(names), True, False} == {*KINDS, AUTO}
