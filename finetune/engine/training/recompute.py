@@ -27,6 +27,7 @@ from finetune.engine.training import tiled_mlp
 from finetune.engine.training.host_activations import HostActivations
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import flash
 from finetune.runtime.types import Model
 
 # The values of training.gradient_checkpointing; `auto` becomes one of them.
@@ -108,6 +109,7 @@ def apply(model: Model, recomputation: Recomputation, stack: Stack) -> None:
     """
     kind = resolve(recomputation.kind, stack.backend)
     tiled_mlp.set_tiled(model, recomputation.tiled_mlp)
+    _show_attention(kind == SELECTIVE)
     options = {"use_reentrant": False} | dict(recomputation.options)  # the reentrant kind fails under DDP
     every = options.pop("every_n_layers", 1)
     if stack.backend == "unsloth":
@@ -136,19 +138,33 @@ def _function(kind: str | bool, options: dict[str, Any]) -> Checkpoint:
     return functools.partial(checkpoint.checkpoint, **options)
 
 
-# Operators that compute attention, by the start of their names in each namespace.
-_ATTENTION = {
-    "aten": ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward"),
-    "torch_attn": ("_varlen_attn",),
-    "finetune": ("flash_attention_4",),
-}
+# Operators that compute attention, by the start of their names.
+_ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "finetune::flash_attention_4")
 
 
 def _keep_attention(context: Any, operator: Any, *inputs: Any, **options: Any) -> checkpoint.CheckpointPolicy:
     """Keep what an operator of attention returns: its output and the logarithms of its sums."""
-    name = operator.__name__ if operator.namespace in _ATTENTION else ""
-    is_attention = name.startswith(_ATTENTION.get(operator.namespace, ())) and "backward" not in name
-    return checkpoint.CheckpointPolicy.MUST_SAVE if is_attention else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operator.name().startswith(_ATTENTION)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _show_attention(on: bool) -> None:
+    """Let FlashAttention-4, if it is in use, run as an operator, or as its own function.
+
+    Raises:
+        UserError: it cannot be an operator.
+    """
+    flash.set_operator(None)
+    if not (on and flash.is_enabled()):
+        return
+    from finetune.runtime.machine import flash_blocks
+
+    if (operator := flash_blocks.operator()) is None:
+        raise UserError(
+            "training.gradient_checkpointing is selective, which cannot keep the output of the installed version of "
+            f"{flash.PACKAGE}. Set model.packed_attention: torch, or gradient_checkpointing: true."
+        )
+    flash.set_operator(operator)
 
 
 def _require_input_gradients(model: Any, wanted: bool) -> None:

@@ -360,22 +360,20 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> Any:
         """`compute_loss`, without the gradient of a term that is no sum over supervised tokens."""
         loss: Any
-        shared, on_gpu = self.context.size > 1, self.stack.device == "cuda"
-        fused = self.stack.backend == "transformers" and on_gpu and self._has_fused_head
-        if shared and not fused:
-            loss, outputs = loss_of_part(model, inputs, num_items_in_batch)
-            self._note_tokens(outputs, inputs)
-            loss = loss * self._scale()
-        elif not shared and not self.model_accepts_loss_kwargs:
-            loss = loss_from_mean(model, inputs, num_items_in_batch) * self._scale()
-        elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
-            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
-        elif fused:
-            # TRL's fused head computes token losses without keeping the logits. TRL's own compute_loss around it syncs
-            # with the GPU several times per step, to average metrics.
+        if self.stack.backend == "transformers" and self.stack.device == "cuda" and self._has_fused_head:
+            # TRL's fused head computes token losses without keeping the logits, also for a model whose own loss ignores
+            # the count. TRL's own compute_loss around it syncs with the GPU several times per step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
             self._note_tokens(outputs, inputs)
             loss = -outputs.log_probs.sum() / num_items_in_batch * self._scale()
+        elif self.context.size > 1:
+            loss, outputs = loss_of_part(model, inputs, num_items_in_batch)
+            self._note_tokens(outputs, inputs)
+            loss = loss * self._scale()
+        elif not self.model_accepts_loss_kwargs:
+            loss = loss_from_mean(model, inputs, num_items_in_batch) * self._scale()
+        elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
         else:
             # TRL's fused head needs Triton and a GPU; transformers' loss does not.
             loss, outputs = transformers.Trainer.compute_loss(
