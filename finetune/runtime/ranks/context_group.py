@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from finetune.runtime.clock import Clock
-from finetune.runtime.ranks import activity, distributed, hang
+from finetune.runtime.ranks import activity, distributed, hang, rank_status
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,8 @@ def create(size: int, timeout_seconds: int) -> ContextGroup:
     me, own = distributed.ranks(), None
     timeout = timedelta(seconds=timeout_seconds + hang.BACKSTOP_SECONDS)
     for first in range(0, me.world_size, size):  # every rank takes part in creating every group
-        group = dist.new_group(range(first, first + size), timeout=timeout)
+        described = f"{rank_status.SHARED_ROWS} of ranks {first} to {first + size - 1}"  # in the hang report
+        group = dist.new_group(range(first, first + size), timeout=timeout, group_desc=described)
         own = group if first <= me.rank < first + size else own
     timer = ExchangeTimer("cuda" if dist.get_backend() == "nccl" else "cpu")
     return ContextGroup(size=size, process_group=own, timer=timer)
