@@ -9,10 +9,35 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from finetune.runtime.ranks import distributed, hang
+from finetune.runtime.clock import Clock
+from finetune.runtime.ranks import activity, distributed, hang, rank_status
 
 if TYPE_CHECKING:
     import torch
+
+
+class ExchangeTimer:
+    """Times the exchanges of this rank while it is `on`: on a GPU with CUDA events, without a host-device sync."""
+
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: "cuda" or "cpu".
+        """
+        self.on = False
+        self._clock = Clock(device)
+
+    def mark(self, label: str = "") -> None:
+        """An exchange begins, or with a label ends: the phase of the step that it is part of."""
+        if self.on:
+            self._clock.mark(label)
+
+    def take(self) -> tuple[float, float]:
+        """Seconds in forward and in backward passes since the last call. Synchronizes with the device."""
+        seconds = self._clock.drain()
+        self._clock.reset()
+        forward, backward = (sum(one for label, one in seconds if label == phase) for phase in ("forward", "backward"))
+        return forward, backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +46,7 @@ class ContextGroup:
 
     size: int = 1
     process_group: Any = None
+    timer: ExchangeTimer | None = None
 
     @property
     def part(self) -> int:
@@ -52,7 +78,11 @@ class ContextGroup:
 
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
+        if self.timer is not None:
+            self.timer.mark()
         dist.all_to_all_single(received, sent, group=self.process_group)
+        if self.timer is not None:
+            self.timer.mark(activity.current().phase)
         return received
 
 
@@ -72,6 +102,8 @@ def create(size: int, timeout_seconds: int) -> ContextGroup:
     me, own = distributed.ranks(), None
     timeout = timedelta(seconds=timeout_seconds + hang.BACKSTOP_SECONDS)
     for first in range(0, me.world_size, size):  # every rank takes part in creating every group
-        group = dist.new_group(range(first, first + size), timeout=timeout)
+        described = f"{rank_status.SHARED_ROWS} of ranks {first} to {first + size - 1}"  # in the hang report
+        group = dist.new_group(range(first, first + size), timeout=timeout, group_desc=described)
         own = group if first <= me.rank < first + size else own
-    return ContextGroup(size=size, process_group=own)
+    timer = ExchangeTimer("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return ContextGroup(size=size, process_group=own, timer=timer)
