@@ -94,7 +94,8 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
     keyed = {"seed": config.training.seed, "fingerprint": data.fingerprint}
     layouts = {name: lay_out(rows, pack_length, **keyed) for name, rows in splits.items()}
     packed = layouts["train"]
-    world = strategy.largest_world(config, strategy.visible_gpus())
+    most = strategy.largest_world(config, strategy.visible_gpus())
+    world = max(most, config.training.context_parallel)  # the run may be on a machine with more GPUs
     plan = Plan(
         costs=packed.tokens,
         label_tokens=packed.label_tokens,

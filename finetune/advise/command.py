@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.advise.machine import devices_here, warnings
 from finetune.config import Config, fixed_batch_arguments, resolve_batch, with_fixed_batch
+from finetune.config.batch import check_whole_rows
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
@@ -82,6 +83,7 @@ def run(argv: list[str]) -> int:
     if script:
         return advise_script(script, options)
     config = load_config(rest, command="advise")
+    check_whole_rows(config.training, "finetune advise")
     if options.rules:
         return advise_by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import DryRunner

@@ -1,6 +1,13 @@
 """The configuration: typed sections, YAML plus dotted overrides, all mistakes reported at once."""
 
-from finetune.config.batch import Batch, fixed_batch_arguments, resolve_batch, scaled_learning_rate, with_fixed_batch
+from finetune.config.batch import (
+    Batch,
+    data_ranks,
+    fixed_batch_arguments,
+    resolve_batch,
+    scaled_learning_rate,
+    with_fixed_batch,
+)
 from finetune.config.help import help_text
 from finetune.config.load import dump_yaml, load
 from finetune.config.schema import (
@@ -22,6 +29,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "TrainingConfig",
+    "data_ranks",
     "dump_yaml",
     "with_fixed_batch",
     "fixed_batch_arguments",

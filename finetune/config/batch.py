@@ -12,7 +12,7 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One optimizer step: `global_batch_size == per_device * accumulation * world_size`, in rows or packs."""
+    """One optimizer step: `global_batch_size == per_device * accumulation * data_ranks`, in rows or packs."""
 
     per_device: int
     accumulation: int
@@ -29,10 +29,35 @@ LARGEST_DEFAULT_PER_DEVICE = 8  # also what transformers takes for per_device_tr
 LARGEST_DEFAULT_TOKENS = 16_384  # of packs: 8 rows of the default max_length
 
 
-def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
-    """Divide the global batch exactly over `world_size` ranks.
+def data_ranks(training: TrainingConfig, world_size: int) -> int:
+    """How many of `world_size` ranks hold different rows: `training.context_parallel` ranks share each row.
 
-    The user sets `global_batch_size`. Without it, it is per device x accumulation x world size, as in TRL, if one of
+    Raises:
+        UserError: that number does not divide the world size. Lists those that do.
+    """
+    size = training.context_parallel
+    if world_size % size:
+        allowed = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
+        raise UserError(
+            f"training.context_parallel {size} does not divide {world_size} (processes), and each row is shared by "
+            f"{size} of them. Set it to {' or '.join(allowed)}, or start a multiple of {size} processes."
+        )
+    return world_size // size
+
+
+def check_whole_rows(training: TrainingConfig, command: str) -> None:
+    """Raises UserError if several GPUs share each row, for a command that measures one GPU."""
+    if training.context_parallel > 1:
+        raise UserError(
+            f"{command} measures one GPU, and training.context_parallel {training.context_parallel} has several share "
+            "each row. Remove it to measure whole rows on one GPU, or start the run: `finetune train`."
+        )
+
+
+def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
+    """Divide the global batch exactly over the `data_ranks` of `world_size` ranks.
+
+    The user sets `global_batch_size`. Without it, it is per device x accumulation x data ranks, as in TRL, if one of
     the two factors is given, and 16 if none is. Whatever is left open follows: the per-device size is the largest
     divisor of a rank's rows that is at most 8, or with `data.packing` at most as many packs as hold 16,384 tokens.
 
@@ -40,6 +65,7 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
         UserError: the settings do not multiply to the global batch on this world size. Lists the world sizes up to 64
             that fit, and the nearest batch sizes.
     """
+    ranks = data_ranks(training, world_size)
     per_device, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     global_batch_size = training.global_batch_size
     most = LARGEST_DEFAULT_PER_DEVICE
@@ -47,7 +73,7 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
         most = min(most, max(LARGEST_DEFAULT_TOKENS // data.row_length, 1))
     if grows_with_world_size(training):
         per_device = per_device or most
-        global_batch_size = per_device * (accumulation or 1) * world_size
+        global_batch_size = per_device * (accumulation or 1) * ranks
     global_batch_size = global_batch_size or DEFAULT_GLOBAL_BATCH
     if global_batch_size > LARGEST_GLOBAL_BATCH:
         raise UserError(
@@ -59,12 +85,12 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
     unit = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
     all_fixed = per_device is not None and accumulation is not None
 
-    def fits(world: int, size: int) -> bool:
-        return size == unit * world if all_fixed else size % (unit * world) == 0
+    def fits(ranks: int, size: int) -> bool:
+        return size == unit * ranks if all_fixed else size % (unit * ranks) == 0
 
-    if not fits(world_size, global_batch_size):
-        raise UserError(_no_fit(training, world_size, global_batch_size, unit, all_fixed, fits))
-    per_rank = global_batch_size // world_size
+    if not fits(ranks, global_batch_size):
+        raise UserError(_no_fit(training, ranks, global_batch_size, unit, all_fixed, fits))
+    per_rank = global_batch_size // ranks
     if per_device is None:
         per_device = per_rank // accumulation if accumulation else _largest_divisor(per_rank, most)
     return Batch(per_device=per_device, accumulation=per_rank // per_device, global_batch_size=global_batch_size)
@@ -111,16 +137,16 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def _no_fit(
     training: TrainingConfig,
-    world_size: int,
+    ranks: int,
     global_batch_size: int,
     fixed: int,
     all_fixed: bool,
     fits: Callable[[int, int], bool],
 ) -> str:
-    unit = fixed * world_size
+    unit, shared = fixed * ranks, training.context_parallel
     below, above = global_batch_size // unit * unit, math.ceil(global_batch_size / unit) * unit
     sizes = [unit] if all_fixed else [size for size in (below, above) if size > 0]
-    world_sizes = [str(world) for world in range(1, 65) if fits(world, global_batch_size)]
+    world_sizes = [str(world) for world in range(shared, 65, shared) if fits(world // shared, global_batch_size)]
     numbers = {
         "training.per_device_train_batch_size": training.per_device_train_batch_size,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
@@ -128,12 +154,13 @@ def _no_fit(
     factors = "".join(f" x {value} ({name})" for name, value in numbers.items() if value is not None)
     origin = "" if training.global_batch_size is not None else " (the default)"
     relation = "is not" if all_fixed else "is not a multiple of"
+    processes = "processes" if shared == 1 else f"processes / {shared} (training.context_parallel)"
     remove = ", or remove the other settings" if factors else ""
     fitting = (
         f"World sizes up to 64 that fit {global_batch_size} exactly: {', '.join(world_sizes)}. Use one of them, or"
     )
     return (
-        f"training.global_batch_size {global_batch_size}{origin} {relation} {world_size} (processes){factors} = {unit}."
+        f"training.global_batch_size {global_batch_size}{origin} {relation} {ranks} ({processes}){factors} = {unit}."
         f" {fitting if world_sizes else f'No world size up to 64 fits {global_batch_size} exactly. You can'}"
         f" set training.global_batch_size to {' or '.join(map(str, sizes))}{remove}."
     )

@@ -193,6 +193,8 @@ def needs_transformers(config: Config) -> str | None:
     none."""
     if config.training.strategy == "shard":
         return "training.strategy: shard"
+    if config.training.context_parallel > 1:
+        return f"training.context_parallel: {config.training.context_parallel}"
     kind = config.training.gradient_checkpointing
     known = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
     return None if known else f"training.gradient_checkpointing: {kind}"
@@ -798,6 +800,38 @@ def sharding(config: Config, given: frozenset[str]) -> Contradictions:
         )
 
 
+def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions:
+    """What GPUs that share rows cannot have."""
+    model, training, key = config.model, config.training, "training.context_parallel"
+    if training.context_parallel == 1:
+        return
+    if model.backend == "unsloth":
+        yield (
+            (key, "model.backend"),
+            "rows are shared with the transformers backend. Set backend to auto or transformers.",
+        )
+    if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
+        yield (
+            (key, "training.gradient_checkpointing"),
+            'the transformers backend has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+        )
+    if training.strategy in ("auto", "single"):
+        yield (
+            (key, "training.strategy"),
+            f"strategy {training.strategy} places whole rows on each GPU. Set it to ddp, shard or null.",
+        )
+    if model.attn_implementation is not None:
+        yield (
+            (key, "model.attn_implementation"),
+            "the GPUs that share a row compute its attention together, in this program's way. Remove the latter.",
+        )
+    if training.extra.get("neftune_noise_alpha"):
+        yield (
+            (key, "training.neftune_noise_alpha"),
+            "the noise depends on the length of a row, of which each GPU has a part. Remove one of them.",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     precision,
     unsloth_only,
@@ -826,4 +860,5 @@ RULES: tuple[Rule, ...] = (
     learning_rate_scaling,
     batch_size,
     sharding,
+    context_parallelism,
 )

@@ -289,6 +289,9 @@ class TrainingConfig:
         "auto",
         "With shard: reduce gradients every_pass (less memory) or once per step. auto: once for adapters.",
     )
+    context_parallel: int = _setting(
+        1, "GPUs that share each row, for rows too long for one: each has a part of its tokens.", AT_LEAST_1
+    )
     overwrite_output_dir: bool = _setting(False, "Discard the run in output_dir and start over.")
     # Not a key: the SFTConfig fields that were given under `training:` and are none of the above.
     extra: Values = field(default_factory=dict)

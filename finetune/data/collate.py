@@ -15,7 +15,12 @@ MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles 
 
 
 def collate(
-    rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None, uneven: bool = False
+    rows: Sequence[list[Document]],
+    *,
+    pad_token_id: int,
+    pack_length: int | None,
+    uneven: bool = False,
+    multiple: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Collate one micro-batch. Unsupervised tokens have the label IGNORE_INDEX, and so has the first token of each
     document: nothing precedes it, and in a pack it would be predicted from another document.
@@ -28,27 +33,32 @@ def collate(
             int64 [len(rows), width]. Either way also document_lengths, int64 [segments]: of documents and, negative, of
             padding, in the order of the tokens.
         uneven: where all segments of packs are equally long, append one of MULTIPLE padding tokens.
+        multiple: concatenate the rows also without a pack length, and pad the whole to a multiple of this.
     """
-    if pack_length is None:
+    if pack_length is None and multiple is None:
         return _collate_padded(rows, pad_token_id)
-    return _collate_packs(rows, pad_token_id, pack_length, uneven)
+    return _concatenate(rows, pad_token_id, pack_length, uneven, multiple or 1)
 
 
-def _collate_packs(
-    rows: Sequence[list[Document]], pad_token_id: int, pack_length: int, uneven: bool
+def _concatenate(
+    rows: Sequence[list[Document]], pad_token_id: int, pack_length: int | None, uneven: bool, multiple: int
 ) -> dict[str, torch.Tensor]:
     lengths: list[int] = []
+    starts_of_rows = []
     for documents in rows:
+        starts_of_rows.append(sum(map(abs, lengths)))
         own = [len(ids) for ids, _ in documents]
-        lengths += [*own, *(-length for length in padding_segments(pack_length - sum(own)))]
+        padding = 0 if pack_length is None else pack_length - sum(own)
+        lengths += [*own, *(-length for length in padding_segments(padding))]
     if uneven and len({abs(length) for length in lengths}) == 1:
         lengths.append(-MULTIPLE)
+    rest = -sum(map(abs, lengths)) % multiple if lengths else multiple
+    lengths += [-length for length in padding_segments(rest)]
     segments = np.abs(np.array(lengths, dtype=np.int64))
     total = int(segments.sum())
     input_ids = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
-    for number, documents in enumerate(rows):
-        place = number * pack_length
+    for place, documents in zip(starts_of_rows, rows, strict=True):
         for ids, supervised in documents:
             input_ids[place : place + len(ids)] = ids
             labels[place + 1 : place + len(ids)] = supervised[1:]

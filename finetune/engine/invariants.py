@@ -41,6 +41,7 @@ class Facts:
     divisor: str  # what divides the loss by the supervised tokens of the global batch: "the model" or "this program"
     averages_tokens: bool
     batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
+    context_parallel: int  # ranks that share each row
     global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
     sharding: Sharding | None  # what is sharded; None if nothing was asked to be
     changed_weights: tuple[str, ...]  # frozen weights whose bytes change when a sharded model gathers them
@@ -75,6 +76,7 @@ def own_facts(trainer: Any) -> Facts:
         divisor=loss_normalizer(trainer),
         averages_tokens=trainer.args.average_tokens_across_devices,
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
+        context_parallel=trainer.context.size,
         global_batch_size=trainer.plan.global_batch_size,
         sharding=sharding(trainer),
         changed_weights=_changed_weights(trainer),
@@ -202,12 +204,14 @@ def loss_normalized_globally(facts: list[Facts], timeout: int) -> str | None:
 
 
 def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
-    """World size x rows per device x accumulation equals the plan's global batch, at every world size."""
+    """Ranks with different rows x rows per device x accumulation equals the plan's global batch, at every world
+    size."""
     for one in facts:
         rows, passes = one.batch
-        if len(facts) * rows * passes != one.global_batch_size:
+        shared = "" if one.context_parallel == 1 else f" / {one.context_parallel} that share each row"
+        if len(facts) * rows * passes != one.global_batch_size * one.context_parallel:
             return (
-                f"{counted(len(facts), 'rank')} x {counted(rows, 'row')} x {passes} accumulated is not the "
+                f"{counted(len(facts), 'rank')}{shared} x {counted(rows, 'row')} x {passes} accumulated is not the "
                 f"global batch of {one.global_batch_size}: the trainer's arguments were changed after they were created"
             )
     return None

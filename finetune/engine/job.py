@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Batch, Config
+from finetune.config import Batch, Config, data_ranks
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
@@ -20,7 +20,8 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
-from finetune.runtime.ranks import activity, distributed, process_group
+from finetune.runtime.ranks import activity, context_group, distributed, process_group
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Job:
     model: Model
     size: ModelSize
     hooks: Hooks = NO_HOOKS
+    context: ContextGroup = ALONE  # the ranks that share each row
     # (key, package.module:name, what it stands for) of the code that the configuration names
     user_code: list[tuple[str, str, Any]] = field(default_factory=list)
 
@@ -105,6 +107,8 @@ def open_job(
     cpu = stack.device == "cpu"
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
+    data_ranks(config.training, distributed.ranks().world_size)
+    context = context_group.create(config.training.context_parallel, config.training.ddp_timeout)
     start_up.ended("ranks")
     arguments.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
     weights = master_weights.choose(config, stack, load_arguments.resolve_dtype(config, stack))
@@ -123,14 +127,16 @@ def open_job(
         if rows is not None:
             positions.check(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else packing.why_not_packed(loaded, stack)
-    if because is None:
+    if context.size > 1:
+        packing.prepare_for_shared_rows(loaded, config, stack, context)
+    elif because is None:
         because = packing.prepare_for_packs(loaded, config, stack)
     if because is not None:
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)
     dtype = load_arguments.resolve_dtype(config, stack)
-    kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype)
+    kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype, context)
     start_up.ended("model")
     return Job(
         config=config,
@@ -148,33 +154,43 @@ def open_job(
         model=loaded,
         size=model_size(loaded),
         hooks=hooks,
+        context=context,
     )
 
 
 def choose_attention(
-    wanted: str, loaded: Model, stack: Stack, layout: Layout, per_device: int, dtype: torch.dtype
+    wanted: str,
+    loaded: Model,
+    stack: Stack,
+    layout: Layout,
+    per_device: int,
+    dtype: torch.dtype,
+    context: ContextGroup = ALONE,
 ) -> AttentionKernel:
     """The kernel for the attention of this run's packs, from the first micro-batch's documents.
 
     Raises:
         UserError: a kernel is wanted that this run cannot use.
     """
-    from finetune.engine.kernels import attention
+    from finetune.engine.kernels import attention, context_attention
 
     own = str(loaded.config.get_text_config()._attn_implementation)
     if stack.device == "cpu":
         reason = "there is no GPU"
-    elif layout.packs.pack_length is None:
+    elif layout.packs.pack_length is None and context.size == 1:
         reason = "rows are not packed"
-    elif stack.backend == "transformers" and own != attention.PACKED:
+    elif stack.backend == "transformers" and own not in (attention.PACKED, context_attention.NAME):
         reason = "the model's own, as set or because it needs what the kernels for packs lack"
     else:
         lengths = [len(ids) for row in range(min(per_device, len(layout))) for ids, _ in layout[row]]
-        documents = layout.packs.segments(per_device)
-        return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device, documents)
+        documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
+        found = context_attention.own_shapes(attention.shapes(loaded, lengths, dtype), context.size)
+        return attention.choose(wanted, found, stack.torch_device, documents)
+    if own == context_attention.NAME:  # on a CPU
+        own = "sdpa"
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
-    return attention.AttentionKernel(kernel=own, reason=reason, masks=True)
+    return attention.AttentionKernel(kernel=own, reason=reason, masks=context.size == 1)
 
 
 def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokenizer | None, hooks: Hooks) -> Model:

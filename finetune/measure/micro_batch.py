@@ -307,6 +307,8 @@ def choose(job: Job, kept: int | None, world: int) -> MicroBatchChoice:
         return MicroBatchChoice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
         return MicroBatchChoice(per_device=now, reason="the default of a sharded run")
+    if training.context_parallel > 1:
+        return MicroBatchChoice(per_device=now, reason="the default of GPUs that share each row")
     sizes = allowed_sizes(job, world)
     attempts = _earlier_attempts(job, sizes)
     best = recommend(attempts, real_token_share(job, world))

@@ -34,6 +34,8 @@ def score(job: Job, results: JsonObject) -> JsonObject:
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
+    if job.context.size > 1:
+        return _not_scored("the steps of GPUs that share rows are not predicted")
     sharded = None
     if job.config.training.strategy == "shard" and world > 1:
         sharded, source = slices.find(measurements.facts(job))

@@ -2,9 +2,10 @@
 
 Runs the first optimizer steps of the user's configuration or script on each world size, by default one rank (which
 accumulates what two ranks share) and two, in separate processes. Compares the first gradient, the losses, the held-out
-loss and the trained weights. With `--strategies ddp,shard`, world sizes above one run with each strategy, and all runs
-with the transformers backend, unless the configuration names one. Gradient clipping and the learning-rate schedule are
-off: clipping would hide a gradient that is wrong by a factor.
+loss and the trained weights. With `--strategies ddp,shard,cp,shard+cp`, world sizes above one run with each strategy,
+and all runs with the transformers backend, unless the configuration names one. With cp, ranks share each row: as many
+as `training.context_parallel` says, or all. Gradient clipping and the learning-rate schedule are off: clipping would
+hide a gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich import box
 from rich.table import Table
 
-from finetune.config import Config, ConfigError, resolve_batch, with_fixed_batch
-from finetune.config.rules import sharding
+from finetune.config import Config, ConfigError, TrainingConfig, resolve_batch, with_fixed_batch
+from finetune.config.rules import context_parallelism, sharding
 from finetune.errors import RunError, UserError
 from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
@@ -45,7 +46,10 @@ def own_options() -> Options:
     found = Options("parity", PURPOSE, notes=NOTES, script=True)
     ranks = "world sizes to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
-    strategies = "strategies of world sizes above 1: ddp, shard or both (default: as training.strategy says)"
+    strategies = (
+        "strategies of world sizes above 1, out of ddp, shard, cp and shard+cp (default: as configured); with cp, all "
+        "ranks share each row, or as many as training.context_parallel says"
+    )
     found.add("--strategies", names, "NAME,...", strategies, [])
     found.add("--steps", count, "N", "optimizer steps per run (default: %(default)s)", 4)
     found.add("--without", str, "NAME,...", "patches to skip, or `all`, to see their effect", "")
@@ -63,6 +67,7 @@ class Tolerance:
     weights: float  # norm of the difference over norm
 
 
+STRATEGIES = ("ddp", "shard", "cp", "shard+cp")
 WORST_SHOWN = 3  # tensors printed if a comparison fails
 PIECE = 2**24  # elements compared at a time: 128 MiB in float64
 
@@ -131,7 +136,7 @@ class Case(NamedTuple):
     """What one run differs in from the others."""
 
     world_size: int
-    strategy: str  # "ddp" or "shard"; "ddp" for one rank
+    strategy: str  # one of STRATEGIES; "ddp" for one rank
     backend: str  # the same for all runs; empty for that of a script
 
 
@@ -141,29 +146,54 @@ def configuration_cases(config: Config, world_sizes: list[int], strategies: list
     Raises:
         UserError: there are fewer than two, a strategy is unknown, or the configuration cannot be run so.
     """
-    strategies = strategies or ["shard" if config.training.strategy == "shard" else "ddp"]
+    strategies = strategies or [_configured(config)]
     backend = config.model.backend
-    if "shard" in strategies and backend == "auto":  # which only sharded runs would take to mean transformers
+    if any(name != "ddp" for name in strategies) and backend == "auto":  # which only they would take for transformers
         backend = "transformers"
     cases = _cases(world_sizes, strategies, backend)
-    if "shard" in strategies:
-        sharded = replace(config, training=replace(config.training, strategy="shard"))
-        if problems := [f"{', '.join(keys)}: {text}" for keys, text in sharding(sharded, config.given)]:
-            raise ConfigError(problems)
-    for size in world_sizes:
-        if not config.demo:
-            resolve_batch(config.training, size, config.data)
+    problems: dict[str, None] = {}
+    for case in cases:
+        tried = replace(config, training=with_strategy(config.training, case.world_size, case.strategy))
+        found = [*sharding(tried, config.given), *context_parallelism(tried, config.given)]
+        problems |= dict.fromkeys(f"{', '.join(keys)}: {text}" for keys, text in found)
+        if not (config.demo or problems):
+            resolve_batch(tried.training, case.world_size, config.data)
+    if problems:
+        raise ConfigError(problems)
     return cases
 
 
+def _configured(config: Config) -> str:
+    parts = ["shard"] if config.training.strategy == "shard" else []
+    parts += ["cp"] if config.training.context_parallel > 1 else []
+    return "+".join(parts) or "ddp"
+
+
+def with_strategy(training: TrainingConfig, world_size: int, strategy: str) -> TrainingConfig:
+    """The settings of a run on `world_size` ranks with one of STRATEGIES."""
+    shared = training.context_parallel if training.context_parallel > 1 else world_size
+    return replace(
+        training,
+        strategy="shard" if "shard" in strategy else None,
+        shard_reduce=training.shard_reduce if "shard" in strategy else "auto",
+        context_parallel=shared if "cp" in strategy else 1,
+    )
+
+
 def script_cases(world_sizes: list[int], strategies: list[str]) -> list[Case]:
-    """The same for a script, whose ranks find out what it cannot be run with."""
+    """The same for a script, whose ranks find out what it cannot be run with.
+
+    Raises:
+        UserError: there are fewer than two, or a strategy is unknown or not for scripts.
+    """
+    if any("cp" in name for name in strategies):
+        raise UserError("--strategies: GPUs cannot share the rows of a script's trainer. Use ddp, shard, or both.")
     return _cases(world_sizes, strategies or ["ddp"], "transformers" if "shard" in strategies else "")
 
 
 def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[Case]:
-    if unknown := [name for name in strategies if name not in ("ddp", "shard")]:
-        raise UserError(f"--strategies: unknown strategy {unknown[0]!r}. Use ddp, shard, or both.")
+    if unknown := [name for name in strategies if name not in STRATEGIES]:
+        raise UserError(f"--strategies: unknown strategy {unknown[0]!r}. Use some of {', '.join(STRATEGIES)}.")
     pairs = [(size, name if size > 1 else "ddp") for size in world_sizes for name in strategies]
     cases = dict.fromkeys(Case(*pair, backend) for pair in pairs)
     if len(cases) < 2:
@@ -336,7 +366,7 @@ def print_comparison(reference: JsonObject, found: list[Comparison]) -> None:
         held_out = "-" if one.eval_loss is None else f"{one.eval_loss:.1e}"
         verdict = "not equal" if one.failures else "equal"
         gradient = (f"{one.ratio - 1:+.1e}", f"{max(1 - one.cosine, 0.0):.1e}", f"{one.norm:.1e}")
-        ranks = f"{one.world_size} shard" if one.strategy == "shard" else str(one.world_size)
+        ranks = str(one.world_size) if one.strategy == "ddp" else f"{one.world_size} {one.strategy}"
         table.add_row(ranks, *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
     console().print(table)
     for one in found:

@@ -11,17 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config import Config, load, with_fixed_batch
+from finetune.parity.command import with_strategy
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.ranks import distributed
 from finetune.runtime.types import ScriptTrainer
 
 
 def main(hooks: Hooks = NO_HOOKS) -> int:
     """`python -m finetune.parity.run OUT STEPS WITHOUT STRATEGY BACKEND MOST [configuration ... | SCRIPT ...]`
 
-    WITHOUT names patches, comma-separated; STRATEGY is ddp or shard; BACKEND is as model.backend, or empty for the
-    script's; MOST is the number of ranks whose global batch all runs have.
+    WITHOUT names patches, comma-separated; STRATEGY is one of the command's; BACKEND is as model.backend, or empty for
+    the script's; MOST is the number of ranks whose global batch all runs have.
     """
     out, steps, without, strategy, backend, most, *arguments = sys.argv[1:]
     left_out = [name for name in without.split(",") if name]
@@ -29,7 +31,7 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
     def from_configuration(config: Config, hooks: Hooks) -> int:
         # The ranks are already launched.
         training = with_fixed_batch(config.training, int(most), config.data)
-        training = replace(training, strategy="shard" if strategy == "shard" else None)
+        training = with_strategy(training, distributed.ranks().world_size, strategy)
         model = replace(config.model, backend=backend or config.model.backend)
         config = replace(config, training=training, model=model)
         return run(config, Path(out), int(steps), left_out, hooks)

@@ -279,7 +279,12 @@ METRICS = (
         unit="s",
         meaning="Time of a step in which the GPU waits for rows. The six phases add up to the step time.",
     ),
-    Metric(name="forward", tag="4 step/forward [s]", unit="s", meaning="Forward passes of a step."),
+    Metric(
+        name="forward",
+        tag="4 step/forward [s]",
+        unit="s",
+        meaning="Forward passes of a step, without exposed communication.",
+    ),
     Metric(
         name="backward",
         tag="4 step/backward [s]",
@@ -290,7 +295,8 @@ METRICS = (
         name="communication",
         tag="4 step/communication [s]",
         unit="s",
-        meaning="Exposed communication: gradients travel and nothing is computed. Waiting for a slower rank is in it.",
+        meaning="Exposed communication: gradients or shared rows travel and nothing is computed. Waiting for a slower "
+        "rank is in it.",
     ),
     Metric(
         name="optimizer",

@@ -10,10 +10,11 @@ import pytest
 
 from finetune.parity import command as parity
 from tests.cases import models
-from tests.helpers import launch
+from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
 
+PLAIN = ("--model.backend", "transformers", "--training.gradient_checkpointing", "true")
 # A coefficient with which the load-balancing loss is a large part of the gradient.
 EXPERTS = ("--model.model_name_or_path", "EXPERTS", "--training.router_aux_loss_coef", "0.5")
 
@@ -22,6 +23,14 @@ EXPERTS = ("--model.model_name_or_path", "EXPERTS", "--training.router_aux_loss_
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a mixture of four experts, two for each token."""
     return models.make("moe", tmp_path_factory.mktemp("experts") / "moe")
+
+
+@pytest.fixture(scope="session")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model whose heads no two ranks can divide."""
+    folder = tmp_path_factory.mktemp("uneven") / "uneven"
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+    return tiny.save_moe("Llama", folder, **heads)
 
 
 def arguments(model: Path, data: Path, *extra: str) -> list[str]:
@@ -51,25 +60,37 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
                  "--data.max_length", "128", "--data.pack_length", "150", "--model.full_finetuning",
                  "--model.backend", "transformers", "--strategies", "ddp,shard", *EXPERTS)),
+        # 3 query heads and 1 key/value head on 2 ranks.
+        ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
+                 "--data.max_length", "128", "--data.pack_length", "150", "--strategies", "cp,shard+cp",
+                 "--model.model_name_or_path", "UNEVEN", *PLAIN)),
+        pytest.param("1,4", ("--training.global_batch_size", "12", "--training.per_device_train_batch_size", "3",
+                             "--model.full_finetuning", "--data.train_file", "THIRTEEN", "--strategies",
+                             "ddp,shard,cp,shard+cp", "--training.context_parallel", "2", "--model.model_name_or_path",
+                             "UNEVEN", *PLAIN), marks=pytest.mark.campaign),
+        pytest.param("1,2", ("--training.global_batch_size", "4", "--model.load_in_4bit", "--strategies", "cp,shard+cp",
+                             *PLAIN), marks=pytest.mark.campaign),
         pytest.param("1,2", ("--training.global_batch_size", "12", "--training.per_device_train_batch_size", "3",
                              "--data.train_file", "THIRTEEN", "--model.backend", "unsloth", *EXPERTS),
                      marks=[pytest.mark.unsloth, pytest.mark.campaign]),
     ],
     ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA", "FP8", "experts packed sharded",
-         "experts LoRA padded"],
+         "LoRA packed shared", "full padded shared", "QLoRA shared", "experts LoRA padded"],
 )  # fmt: skip
 def test_world_sizes_are_equal(
-    tiny_model: Path, experts: Path, tiny_data: Path, tmp_path: Path, worlds: str, extra: tuple
+    tiny_model: Path, experts: Path, uneven: Path, tiny_data: Path, tmp_path: Path, worlds: str, extra: tuple
 ) -> None:
     report, few = tmp_path / "parity.json", tmp_path / "few.jsonl"
     few.write_text("".join((tiny_data / "train.jsonl").read_text().splitlines(keepends=True)[:13]))
-    extra = tuple(word.replace("THIRTEEN", str(few)).replace("EXPERTS", str(experts)) for word in extra)
+    files = {"THIRTEEN": str(few), "EXPERTS": str(experts), "UNEVEN": str(uneven)}
+    extra = tuple(files.get(word, word) for word in extra)
     words = arguments(tiny_model, tiny_data, *extra, "--json", str(report))
     done = prove(tmp_path, "--world-sizes", worlds, "--steps", "3", *words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(report.read_text())
-    ways = 2 if "--strategies" in extra else 1
-    assert found["proven"] and [one["world_size"] for one in found["found"]] == [int(worlds.split(",")[1])] * ways
+    ways = extra[extra.index("--strategies") + 1].split(",") if "--strategies" in extra else ["ddp"]
+    pairs = [(one["world_size"], one["strategy"]) for one in found["found"]]
+    assert found["proven"] and pairs == [(int(worlds.split(",")[1]), way) for way in ways]
     for one in found["found"]:
         assert len(one["tensors"]) > 4
         if "--model.load_in_4bit" not in extra:  # whose adapter TRL keeps in bfloat16
@@ -131,6 +152,12 @@ def test_bad_options(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
         (["--world-sizes", "two"], "expected integers of at least 1"),
         (["--world-sizes", "1"], "expected two or more to compare"),
         (["--world-sizes", "1,5"], "1, 2, 4, 8"),
+        (["--strategies", "ddp,tp"], "unknown strategy 'tp'. Use some of ddp, shard, cp, shard+cp."),
+        (
+            ["--strategies", "cp", "--training.context_parallel", "3"],
+            "context_parallel 3 does not divide 2 (processes)",
+        ),
+        (["--strategies", "cp", "--model.backend", "unsloth"], "rows are shared with the transformers backend"),
         (["--training.learing_rate", "1"], "learning_rate"),
     ):
         done = prove(tmp_path, *words, *arguments(tiny_model, tiny_data, "--training.global_batch_size", "8"))
@@ -221,6 +248,7 @@ def test_a_script_that_cannot_be_compared(tiny_model: Path, tiny_data: Path, tmp
     for words, expected in (
         (["theirs.py"], "Change `from trl import SFTTrainer`"),
         (["mine.py", *given, "--world-sizes", "2"], "expected two or more to compare"),
+        (["mine.py", *given, "--strategies", "cp"], "GPUs cannot share the rows of a script's trainer"),
         (["mine.py", *given[:2], "loaded", "--strategies", "shard"], "Pass its name or folder to SFTTrainer instead"),
     ):
         done = launch.command_with_ranks("finetune.parity", words, cache=tmp_path, kind="transformers")

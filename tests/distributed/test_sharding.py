@@ -153,6 +153,35 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
 
 
 @pytest.mark.campaign
+def test_checkpoints_do_not_depend_on_ranks_that_share_rows(tied_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """An adapter on packs, whose batch grows with the launch: from two ranks that share each row to one rank, and from
+    one to shared and sharded. All figures of a run are those of one rank."""
+    words = settings(tied_model, tiny_data, "--data.packing", "--data.max_length", "128", "--data.pack_length", "150")
+    words += ["--training.per_device_train_batch_size", "2", "--training.gradient_accumulation_steps", "2"]
+    words += ["--logging.generate_samples", "3", "--training.eval_steps", "3"]
+    shared = ("--training.context_parallel", "2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    together = launch.train("2 ranks", [*words, *shared], out=two, cache=tmp_path)
+    assert together["backend_reason"] == "set by model.backend" and together["plan"] == single["plan"]
+    assert together["batch"] == single["batch"] == {"per_device": 2, "accumulation": 2, "global_batch_size": 4}
+    assert worst(single["losses"], together["losses"]) < 1e-5 and apart(one, two) < 2e-5
+    for name in ("eval_loss_before", "eval_loss_after"):
+        assert together[name] == pytest.approx(single[name], rel=1e-6)
+    for name in ("eval_token_accuracy", "eval_entropy", "gradient_norm"):
+        events = [events_of(out).Scalars(tag(name)) for out in (one, two)]
+        assert [found.value for found in events[0]] == pytest.approx([found.value for found in events[1]], rel=1e-5)
+    # A step's 2 x 300 positions become 304; the tokens are the same.
+    assert (1 - together["padding_fraction"]) * 304 == pytest.approx((1 - single["padding_fraction"]) * 300)
+    back = resumed("1 rank", words, two, tmp_path / "shared to one", tmp_path)
+    forth = resumed("2 ranks", [*words, *shared, *SHARD], one, tmp_path / "one to shared", tmp_path)
+    for run, folder in ((back, "shared to one"), (forth, "one to shared")):
+        assert run["resumed_from"].endswith("checkpoint-3") and run["batch"]["global_batch_size"] == 4
+        assert worst(single["losses"][3:], run["losses"]) < 1e-5
+        assert apart(one, tmp_path / folder) < 2e-5
+
+
+@pytest.mark.campaign
 def test_a_fully_trained_mixture_of_experts_resumes_sharded_and_whole(tiny_data: Path, tmp_path: Path) -> None:
     """Its files have a tensor for each expert, the model a stack of them. The experts' tokens are counted alike."""
     model = models.make("moe", tmp_path / "moe")

@@ -402,6 +402,26 @@ def test_two_gpus_give_the_losses_of_one(folder: Path) -> None:
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("kind", ["LoRA packed", "QLoRA packed", "full padded"])
+def test_two_gpus_that_share_rows_give_the_result_of_one(folder: Path, kind: str) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: `finetune parity` in bfloat16, over NCCL."""
+    extra = ["--training.global_batch_size", "4", "--model.backend", "transformers", "--model.dtype", "bfloat16"]
+    extra += ["--training.gradient_checkpointing", "true", "--training.per_device_train_batch_size", "2"]
+    extra += ["--data.packing"] if "packed" in kind else []
+    extra += {"LoRA": [], "QLoRA": ["--model.load_in_4bit"], "full": ["--model.full_finetuning"]}[kind.split()[0]]
+    words = ["--strategies", "ddp,cp,shard,shard+cp", "--steps", "4", *arguments(folder, *extra)]
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.parity", *words],
+        capture_output=True,
+        text=True,
+        env=launch.environment(folder),
+        cwd=folder,
+        timeout=launch.TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.multigpu
 def test_the_host_waits_no_more_often_on_two_gpus(folder: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: packs on Unsloth, whose lengths stay on the host (C7)."""
     script = folder / "waits.py"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.config.batch import grows_with_world_size, with_fixed_batch
+from finetune.config.batch import data_ranks, grows_with_world_size, with_fixed_batch
 from finetune.data import ORDER
 from finetune.engine import record
 from finetune.engine.checkpoint import checkpoints
@@ -120,13 +120,14 @@ def resumed_batch(config: Config, manifest: Mapping[str, Any], world_size: int) 
     if not (isinstance(had, dict) and had.keys() >= names and all(type(had[name]) is int for name in names)):
         return resolve_batch(training, world_size, config.data)
     if grows_with_world_size(training) and had["world_size"] > 0:
-        then = with_fixed_batch(training, had["world_size"], config.data)
+        whole = dataclasses.replace(training, context_parallel=1)  # the checkpoint counts ranks with different rows
+        then = with_fixed_batch(whole, had["world_size"], config.data)
         if then.global_batch_size == had["global_batch_size"]:  # else the user has changed a factor
-            training = then
+            training = dataclasses.replace(then, context_parallel=training.context_parallel)
     found = resolve_batch(training, world_size, config.data)
     kept = max(had["per_device"], 0)
     is_open = (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (None, None)
-    if is_open and kept and found.global_batch_size % (world_size * kept) == 0:
+    if is_open and kept and found.global_batch_size % (data_ranks(training, world_size) * kept) == 0:
         training = dataclasses.replace(training, per_device_train_batch_size=kept)
     return resolve_batch(training, world_size, config.data)
 

@@ -120,12 +120,14 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
         return model
     adapter_targets.check(model, config, adapter_target_modules(config), "unsloth")
     with explain_adapter_error(config):
-        return loader.get_peft_model(
+        model = loader.get_peft_model(
             model,
             use_gradient_checkpointing=checkpointing,
             random_state=adapter_seed(config),
             **adapter_arguments(model, config),
         )
+    adapter_targets.check_patterns(model, config)
+    return model
 
 
 def _load_transformers(

@@ -8,14 +8,16 @@ import torch
 
 from finetune.config import Config
 from finetune.data.packs import MAX_PADDING_SEGMENT
-from finetune.engine.kernels import attention
+from finetune.engine.kernels import attention, context_attention
 from finetune.engine.model import positions
 from finetune.engine.model.load_arguments import resolve_dtype
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.sharding import shard
+from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import Model
 
 # Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
@@ -80,6 +82,18 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
 
         flash_blocks.install_switch()
     return None
+
+
+def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context: ContextGroup) -> None:
+    """Let the ranks of a group compute attention together. The documents of a micro-batch form one row.
+
+    Raises:
+        UserError: this model cannot.
+    """
+    why = why_not_packed(model, stack) or context_attention.why_not_shared(model, resolve_dtype(config, stack))
+    if why is not None:
+        raise UserError(f"training.context_parallel is {context.size}, which this run cannot have: {why}. Set it to 1.")
+    context_attention.install(model, context)
 
 
 @torch.no_grad()

@@ -36,8 +36,8 @@ class RankRecord:
     rank: int
     step: float | None
     data_wait: float | None
-    forward: float | None
-    backward: float | None  # without exposed communication
+    forward: float | None  # both without exposed communication
+    backward: float | None
     communication: float | None  # exposed
     optimizer: float | None
     other: float | None
@@ -90,7 +90,10 @@ class Monitor:
         self._account: tuple[float, float] | None = None  # DDP's last report
         self._last_totals: dict[int, float] = {}
         self._exposed_share: float | None = 0.0 if distributed.ranks().world_size == 1 else None
-        self.exposed: list[float] = []  # seconds of each step that DDP measured
+        self._exposed: list[float] = []  # seconds of each step that DDP measured
+        self._exchange_steps: list[int] = []  # steps of this process whose exchanges of shared rows were timed
+        self._exchange_shares = (0.0, 0.0)  # of a step, in its forward and backward passes
+        self._exchange_seconds = 0.0  # of a step
         self._kept: list[dict[str, list[float]]] | None = None
         self._sampler: gpu_sampler.GpuSampler | None = None
         self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
@@ -111,6 +114,12 @@ class Monitor:
             raise ValueError("steps are kept after keep_steps() only")
         self._kept += self._timer.take()
         return self._kept
+
+    @property
+    def exposed(self) -> list[float]:
+        """Seconds of exposed communication in each step that DDP measured, with the exchanges of shared rows, which no
+        computation hides."""
+        return [seconds + self._exchange_seconds for seconds in self._exposed]
 
     def start(self, logging_steps: int) -> None:
         """Training begins: have DDP measure its communication in one step of each record."""
@@ -134,24 +143,30 @@ class Monitor:
             global_step: steps complete, this one included.
         """
         self._steps += 1
-        args = self._trainer.args
+        args, context = self._trainer.args, self._trainer.context
         dealt = self._plan.deal(
             *divmod(global_step - 1, self._plan.steps_per_epoch),
-            world_size=args.world_size,
+            world_size=context.data_ranks,
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
         )
         for place, values in enumerate((self._tokens, self._squares)):
-            self._shares[place] += np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
+            by_rows = np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
+            # Ranks that share rows have equal parts; the first ones the rest.
+            self._shares[place] += ((by_rows[:, None] + np.arange(context.size)[::-1]) // context.size).ravel()
         # A reduction in the first of several micro-batches shifts DDP's count of iterations by one.
         if self._steps > 2 and (self._steps <= DDP_FIRST_STEPS + 1 or self._steps % logging_steps <= 1):
             self._read_account()
+        if (timer := context.timer) is not None:
+            if timer.on:
+                self._exchange_steps.append(self._steps)
+            timer.on = self._steps < DDP_FIRST_STEPS or (global_step + 1) % logging_steps == 0
 
     def _read_account(self) -> None:
         found = communication.exposed_and_hidden(self._trainer.model_wrapped)
         if found is not None and found != self._account:
             self._accounts.append((self._steps - 1, found[0]))
-            self.exposed.append(found[0])
+            self._exposed.append(found[0])
         self._account = found
 
     def record(self) -> StepRecord:
@@ -206,9 +221,21 @@ class Monitor:
         if accounted:  # as a share: the step that DDP measured may take longer than the typical one
             self._exposed_share = median(exposed / total if total else 0.0 for total, exposed in accounted)
         step = median(totals) if totals else 0.0
-        phases = typical_step(steps, totals, None if self._exposed_share is None else self._exposed_share * step)
+        self._read_exchanges(by_step)
+        exchanged = self._exchange_shares[0] * step, self._exchange_shares[1] * step
+        exposed = None if self._exposed_share is None else self._exposed_share * step
+        phases = typical_step(steps, totals, exposed, exchanged)
         measured = accounted or distributed.ranks().world_size == 1
         return phases | {"own_work": phases["step"] - phases["communication"] if measured else math.nan}
+
+    def _read_exchanges(self, by_step: Mapping[int, float]) -> None:
+        """Take the exchanges of shared rows that were timed since the last record."""
+        timer, timed = self._trainer.context.timer, [by_step[step] for step in self._exchange_steps if step in by_step]
+        self._exchange_steps.clear()
+        if timer is not None and timed:
+            seconds = timer.take()
+            self._exchange_seconds = sum(seconds) / len(timed)
+            self._exchange_shares = seconds[0] / sum(timed), seconds[1] / sum(timed)
 
     def _memory(self) -> dict[str, float]:
         window = peak_memory.take_window()
@@ -249,7 +276,10 @@ class Monitor:
 
 
 def typical_step(
-    steps: Sequence[dict[str, list[float]]], totals: Sequence[float], exposed: float | None
+    steps: Sequence[dict[str, list[float]]],
+    totals: Sequence[float],
+    exposed: float | None,
+    exchanged: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, float]:
     """Seconds of a typical step by phase: means over the middle half of the steps by duration, scaled to the median
     step, so that the phases add up to `step`. NaN without steps.
@@ -261,7 +291,9 @@ def typical_step(
 
     Args:
         steps: seconds by phase of each step, as from `phases.split_steps`.
-        exposed: communication that no computation hides; taken out of the backward pass. None if not known.
+        exposed: communication of gradients that no computation hides; taken out of the backward pass. None if not
+            known.
+        exchanged: of shared rows between ranks, in forward and backward passes; taken out of them as well.
     """
     if not steps:
         return dict.fromkeys(("step", *PHASES), math.nan)
@@ -271,14 +303,15 @@ def typical_step(
     means = {name: fmean(sum(step[name]) for step in middle) for name in middle[0]}
     step = median(totals)
     scale = step / sum(means.values()) if sum(means.values()) else 0.0
-    backward = means["backward"] * scale
-    communicated = min(exposed or 0.0, backward)
+    forward, backward = means["forward"] * scale, means["backward"] * scale
+    in_forward = min(exchanged[0], forward) if exposed is not None else 0.0
+    in_backward = min(exposed + exchanged[1], backward) if exposed is not None else 0.0
     return {
         "step": step,
         "data_wait": means["data"] * scale,
-        "forward": means["forward"] * scale,
-        "backward": backward - communicated,
-        "communication": math.nan if exposed is None else communicated,
+        "forward": forward - in_forward,
+        "backward": backward - in_backward,
+        "communication": math.nan if exposed is None else in_forward + in_backward,
         "optimizer": means["optimizer"] * scale,
         "other": means["other"] * scale,
     }

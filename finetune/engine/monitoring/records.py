@@ -16,6 +16,7 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.monitoring.event_file import EventFile, RankLog
 from finetune.engine.monitoring.monitor import RankRecord, StepRecord
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
 
@@ -45,8 +46,12 @@ class Totals:
 class StepCounter:
     """What the plan puts into each optimizer step, over all ranks."""
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
-        self._plan, self._layout = plan, layout
+    def __init__(self, plan: Plan, layout: Layout, context: ContextGroup = ALONE) -> None:
+        """
+        Args:
+            context: the ranks that share each row.
+        """
+        self._plan, self._layout, self._context = plan, layout, context
         self._documents = layout.packs.totals(np.ones(len(layout.rows), dtype=np.int64))
 
     def step(self, step: int, args: TrainingArguments) -> Totals:
@@ -72,14 +77,21 @@ class StepCounter:
 
     def _positions(self, step: int, args: TrainingArguments) -> int:
         """Positions that all ranks compute in a step, padding included."""
-        if self._layout.packs.pack_length is not None:
+        shared = self._context.size
+        if self._layout.packs.pack_length is not None and shared == 1:
             return self._plan.global_batch_size * self._layout.packs.pack_length
         dealt = self._plan.deal(
             *divmod(step, self._plan.steps_per_epoch),
-            world_size=args.world_size,
+            world_size=args.world_size // shared,
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
         )
+        if shared > 1:  # the rows of a micro-batch are concatenated, without padding between them
+            pack_length, multiple = self._layout.packs.pack_length, shared * MULTIPLE
+            widths = (
+                (dealt >= 0) * self._layout.tokens[dealt] if pack_length is None else np.full(dealt.shape, pack_length)
+            )
+            return int((-(-widths.sum(axis=2).clip(1) // multiple) * multiple).sum())
         widths = (dealt >= 0) * self._layout.rows.lengths[dealt]
         widest = widths.max(axis=2).clip(1)
         return int((-(-widest // MULTIPLE) * MULTIPLE * dealt.shape[2]).sum())

@@ -29,6 +29,7 @@ from finetune.errors import RunError
 from finetune.runtime import startup
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.tags import tag
 from finetune.runtime.types import JsonObject
 
@@ -68,17 +69,19 @@ class RunLogger(TrainerCallback):
         progress: ProgressLines | None,
         start_step: int = 0,
         dashboard: Dashboard | None = None,
+        context: ContextGroup = ALONE,
     ) -> None:
         """
         Args:
             folder: of the TensorBoard events; None on ranks that do not write.
             layout: what the rows of the plan are made of.
             start_step: optimizer steps that a resumed run starts from.
+            context: the ranks that share each row.
         """
         self.records = RecordWriter(folder, start_step + 1 if start_step else None)
         self.run = RunResults(hardware, size)
         self.plan, self.layout = plan, layout
-        self._counter = StepCounter(plan, layout)
+        self._counter = StepCounter(plan, layout, context)
         self.hardware, self.progress = hardware, progress
         self.dashboard = dashboard or Dashboard()
         self.evaluation_log = EvaluationLog(self.records, self.run, progress, resumed=start_step > 0)

@@ -87,6 +87,7 @@ def build_trainer(
         recomputation=recompute.configured(config),
         reduces_once=shard.reduces_once(config),
         weights=job.master_weights.kind,
+        context=job.context,
         saved_dtype=resolve_dtype(config, job.stack) if config.model.full_finetuning else None,
     )
     with bootstrap.quiet_ranks():
@@ -115,6 +116,7 @@ def build_run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: 
         progress=ProgressLines(console(), total, start_step, lines=job.config.logging.lines) if is_main else None,
         start_step=start_step,
         dashboard=dashboard,
+        context=job.context,
     )
 
 

@@ -77,7 +77,7 @@ def open_session(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    # The transformers backend is the one that is proven on sharded models.
+    # The transformers backend is the one that is proven on sharded models and shared rows.
     backend, setting = config.model.backend, "model.backend"
     if backend == "auto" and (reason := needs_transformers(config)) is not None:
         backend, setting = "transformers", reason

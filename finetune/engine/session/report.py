@@ -69,8 +69,10 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Mixture of experts: {job.size.text}")
     row = "row" if job.unpacked_because else "pack"
     length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
+    shared = job.context.size
+    ranks = counted(world, "rank") if shared == 1 else f"{counted(world // shared, 'group')} of {shared} ranks"
     print_line(
-        f"Each step: {counted(batch.global_batch_size, row)}{length} = {counted(world, 'rank')} x "
+        f"Each step: {counted(batch.global_batch_size, row)}{length} = {ranks} x "
         f"{counted(batch.per_device, row)} x {batch.accumulation} accumulated"
     )
     training = config.training
@@ -88,9 +90,9 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     if job.unpacked_because:
         warned = config.data.packing  # asked for, and not what happens
         prefix = "warning: " if warned else ""
-        text = f"{prefix}Rows are padded documents, not packs: {job.unpacked_because}"
+        text = f"{prefix}Rows are {'padded ' if shared == 1 else ''}documents, not packs: {job.unpacked_because}"
         print_line(text, style="yellow" if warned else None)
-    if job.stack.device == "cuda" and not job.unpacked_because:
+    if job.stack.device == "cuda" and (shared > 1 or not job.unpacked_because):
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.layout import Layout
 from finetune.engine.kernels import attention
+from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject
 
 
@@ -18,6 +21,34 @@ def eval_datasets(layout: Layout | Mapping[str, Layout] | None) -> Any:
     if layout is None or isinstance(layout, Layout):
         return layout.rows.dataset if layout else None
     return {name: one.rows.dataset for name, one in layout.items()}
+
+
+def own_part(batch: JsonObject, group: ContextGroup) -> JsonObject:
+    """This rank's part of the tokens of a micro-batch that the ranks of `group` share, which `group.size` divides.
+
+    Positions count from the beginning of each document, wherever the part begins, and `packed_seq_lengths` stay those
+    of the whole row. `shift_labels` has the label that each position predicts: the last one's is the first of the next
+    part. `document_lengths` are those of the part.
+    """
+    each = batch["input_ids"].shape[1] // group.size
+    first, end = group.part * each, (group.part + 1) * each
+    shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    parts = {name: batch[name] for name in ("input_ids", "position_ids", "labels")} | {"shift_labels": shifted}
+    lengths = batch["document_lengths"]
+    ends = lengths.abs().cumsum(0)
+    within = (ends.clamp(first, end) - (ends - lengths.abs()).clamp(first, end)) * lengths.sign()
+    return {
+        **batch,
+        **{name: tensor[:, first:end].contiguous() for name, tensor in parts.items()},
+        "document_lengths": within[within != 0],
+    }
+
+
+def targets(inputs: JsonObject) -> torch.Tensor:
+    """The label that each position predicts, int64 [rows, positions]; the last position of a whole row predicts
+    none."""
+    shifted = inputs.get("shift_labels")
+    return inputs["labels"][:, 1:] if shifted is None else shifted
 
 
 def to_device(inputs: JsonObject, device: torch.device, *, packed_kernel: bool) -> JsonObject:

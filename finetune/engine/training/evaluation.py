@@ -12,6 +12,7 @@ from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.sharding import shard
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
 
 
@@ -21,6 +22,7 @@ class Evaluator(Protocol):
     model: Model
     args: Any  # SFTConfig, whose class Unsloth may replace
     sharded: bool
+    context: ContextGroup
 
     def evaluation_pass(
         self, layout: Layout, rows: list[int], count: torch.Tensor
@@ -36,9 +38,9 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
     divided into batches. Token accuracy and entropy are left out, and no document has a loss, if the model does not
     yield them for every batch of every rank.
     """
-    args = trainer.args
+    args, context = trainer.args, trainer.context
     one = torch.ones((), dtype=torch.int64, device=args.device)  # dividing by 1 gives sums
-    order = layout.largest_first()[args.process_index :: args.world_size]
+    order = layout.largest_first()[context.data_rank :: context.data_ranks]
     total = 0.0
     losses, documents, tokens = [], [], []
     for start in range(0, len(order), args.per_device_eval_batch_size):
@@ -47,7 +49,7 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
         loss, inputs, found = trainer.evaluation_pass(layout, rows, one)
         losses.append(loss.double() / args.world_size)
         if found is not None:
-            documents.append(token_statistics.document_losses(found, inputs))
+            documents.append(token_statistics.document_losses(found, inputs, context))
             tokens.append(torch.stack([found.is_top1.sum(), found.entropy.sum()]).double())
     if trainer.sharded:
         _join_all_gathers(trainer, layout, len(losses), one)
@@ -55,8 +57,9 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
         total = float(torch.stack(losses).sum())
     known = len(tokens) == len(losses)  # of all micro-batches, or the means would be of some
     top1, entropy = torch.stack(tokens).sum(0).tolist() if known and tokens else (0.0, 0.0)
+    counted = float(layout.label_tokens[order].sum()) if context.part == 0 else 0.0  # ranks may share these rows
     summed, labels, top1, entropy, unknown = distributed.sum_over_ranks(
-        [total, float(layout.label_tokens[order].sum()), top1, entropy, float(not known)]
+        [total, counted, top1, entropy, float(not known)]
     )
     metrics = {f"{prefix}_loss": summed / labels}
     if unknown:
@@ -69,7 +72,7 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
 def _join_all_gathers(trainer: Evaluator, layout: Layout, done: int, count: torch.Tensor) -> None:
     """Dummy forward passes on the first row, so that every rank joins the same number of FSDP all-gathers."""
     args = trainer.args
-    passes = math.ceil(math.ceil(len(layout) / args.world_size) / args.per_device_eval_batch_size)
+    passes = math.ceil(math.ceil(len(layout) / trainer.context.data_ranks) / args.per_device_eval_batch_size)
     for _ in range(passes - done):
         trainer.evaluation_pass(layout, [0], count)
     shard.reshard(trainer.model)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from finetune.data import IGNORE_INDEX
 from finetune.engine.model.expert_load import ExpertLoad
@@ -30,6 +32,24 @@ def loss_from_mean(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], t
     mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # the mean over no label is NaN
     return mean * own / total
+
+
+def loss_of_part(
+    model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], total: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """(sum of the token losses of a part of a row / `total`, outputs), from the logits: a model's own loss may shift
+    the labels once more.
+
+    Args:
+        inputs: with `shift_labels`, the label that each position predicts.
+        total: supervised tokens of the global batch.
+    """
+    given = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+    outputs = model(**given)
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    labels = inputs["shift_labels"].flatten()
+    summed = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return summed / total, outputs
 
 
 class StepStatistics:

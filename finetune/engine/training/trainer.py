@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch
 from finetune.data import IGNORE_INDEX, ORDER
-from finetune.data.collate import collate
+from finetune.data.collate import MULTIPLE, collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
 from finetune.engine import invariants
@@ -34,7 +34,7 @@ from finetune.engine.checkpoint import (
     tensor_files,
     tokenizer_files,
 )
-from finetune.engine.kernels import attention
+from finetune.engine.kernels import attention, context_attention
 from finetune.engine.model import expert_load, generation_config, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.monitoring import token_statistics
@@ -42,9 +42,16 @@ from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard
 from finetune.engine.training import evaluation, recompute, state_files
-from finetune.engine.training.batches import PlanLoader, eval_datasets, to_device, unwrap_host_tensors
+from finetune.engine.training.batches import (
+    PlanLoader,
+    eval_datasets,
+    own_part,
+    targets,
+    to_device,
+    unwrap_host_tensors,
+)
 from finetune.engine.training.ddp_buckets import DdpBuckets
-from finetune.engine.training.loss import StepStatistics, has_fused_head, loss_from_mean
+from finetune.engine.training.loss import StepStatistics, has_fused_head, loss_from_mean, loss_of_part
 from finetune.engine.training.recompute import EVERYTHING_KEPT, Recomputation
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.engine.training.state_files import explain_load_error
@@ -53,6 +60,7 @@ from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import activity, distributed, interrupt, launcher
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.types import JsonObject
 
 
@@ -89,6 +97,7 @@ class SFTTrainer(trl.SFTTrainer):
         reduces_once: bool | None = None,
         weights: str = master_weights.FLOAT32,
         saved_dtype: torch.dtype | None = None,
+        context: ContextGroup = ALONE,
         **further: Any,
     ) -> None:
         """
@@ -101,11 +110,13 @@ class SFTTrainer(trl.SFTTrainer):
             eval_layout: the held-out rows, or several sets of them by name.
             weights: how the trained weights are kept, as `master_weights.WeightPrecision.kind`.
             saved_dtype: of the weights in a saved model; None saves them as they are. Checkpoints keep what they are.
+            context: the ranks that share each row.
             further: arguments of TRL's constructor that concern neither data nor loss, such as `peft_config`.
         """
         self.stack = stack
         self.plan = plan
         self.layout = layout
+        self.context = context
         self.eval_layout = eval_layout
         self.resumed_step = 0  # optimizer step at which a resumed run starts
         self.retention = checkpoints.Retention()
@@ -123,7 +134,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.load_balancing: router_loss.LoadBalancing | None = None
         self.statistics = StepStatistics()
         self._uneven = stack.backend == "unsloth" and flash.is_enabled()
-        self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
+        own_attention = model.config.get_text_config()._attn_implementation
+        self._packed_kernel = own_attention in (attention.PACKED, context_attention.NAME)
         router_loss.check(model, args.router_aux_loss_coef)
         super().__init__(
             model=model,
@@ -136,6 +148,11 @@ class SFTTrainer(trl.SFTTrainer):
             **further,
         )
         if self.aux_loss_enabled:  # by TRL's rules
+            if context.size > 1:
+                raise UserError(
+                    f"training.context_parallel is {context.size}, and the load-balancing loss is a mean over each "
+                    f"document, of which each GPU has a part. {router_loss.OFF}"
+                )
             self.load_balancing = router_loss.install(self.model, self.router_aux_loss_coef)
             self.aux_loss_enabled = False  # TRL's own loss has nothing to add
         if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
@@ -210,8 +227,8 @@ class SFTTrainer(trl.SFTTrainer):
         epoch, step = divmod(self.resumed_step, self.plan.steps_per_epoch)
         view = RankView(
             plan=self.plan,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
+            rank=self.context.data_rank,
+            world_size=self.context.data_ranks,
             per_device=self.args.per_device_train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             epoch=epoch,
@@ -231,7 +248,11 @@ class SFTTrainer(trl.SFTTrainer):
     def collate_rows(self, rows: Any, pack_length: int | None = None) -> JsonObject:
         """A micro-batch of these rows, on the host."""
         pad = self.processing_class.pad_token_id or 0  # masked, so any token will do
-        batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
+        shared = self.context.size > 1
+        multiple = self.context.size * MULTIPLE if shared else None
+        batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven, multiple=multiple)
+        if shared:
+            batch = own_part(batch, self.context)
         if self.statistics.expert_load is None and self.load_balancing is None:
             batch.pop("document_lengths")
         if self.stack.backend == "transformers" and not self._packed_kernel:  # it reads boundaries from position_ids
@@ -269,7 +290,7 @@ class SFTTrainer(trl.SFTTrainer):
         Raises:
             RunError: they do not.
         """
-        own = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
+        own = sum(int((targets(batch) != IGNORE_INDEX).sum()) for batch in batches)
         total = int(distributed.sum_over_ranks([own])[0])
         if total != planned:
             raise RunError(
@@ -345,6 +366,10 @@ class SFTTrainer(trl.SFTTrainer):
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
             self._note_tokens(outputs, inputs)
             loss = -outputs.log_probs.sum() / num_items_in_batch * self._scale()
+        elif self.context.size > 1:
+            loss, outputs = loss_of_part(model, inputs, num_items_in_batch)
+            self._note_tokens(outputs, inputs)
+            loss = loss * self._scale()
         elif not self.model_accepts_loss_kwargs:
             loss = loss_from_mean(model, inputs, num_items_in_batch) * self._scale()
         elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
@@ -363,7 +388,7 @@ class SFTTrainer(trl.SFTTrainer):
         if torch.is_grad_enabled():
             self.statistics.add_tokens(outputs)
         else:
-            self._eval_tokens = token_statistics.from_outputs(outputs, inputs["labels"])
+            self._eval_tokens = token_statistics.from_outputs(outputs, targets(inputs))
 
     def _scale(self) -> int:
         """What this rank's share of a step's loss is multiplied by: DDP averages over ranks, and unless
@@ -542,7 +567,7 @@ class SFTTrainer(trl.SFTTrainer):
                     "batch": {
                         "per_device": self.args.per_device_train_batch_size,
                         "global_batch_size": self.plan.global_batch_size,
-                        "world_size": self.args.world_size,
+                        "world_size": self.context.data_ranks,  # ranks that share rows count as one
                     },
                     "launch": launcher.launch_id(),
                 }

@@ -94,7 +94,7 @@ class PendingCollectives:
         """(name, seconds since it was first seen) of the one that has been pending longest, or None."""
         now = time.monotonic()
         active = [entry for entry in recorded_collectives() if _is_pending(entry)]
-        pending = {(entry["profiling_name"], entry["record_id"]): now for entry in active}
+        pending = {(_name(entry), entry["record_id"]): now for entry in active}
         self._seen = {key: self._seen.get(key, first) for key, first in pending.items()}
         if not self._seen:
             return None
@@ -102,8 +102,18 @@ class PendingCollectives:
         return name, now - first
 
 
+SHARED_ROWS = "context_parallel"  # begins the description of a process group whose ranks share rows
+
+
 def _is_pending(entry: JsonObject) -> bool:
-    return entry["process_group"][1] == "default_pg" and not entry["retired"] and entry["state"] != "completed"
+    of_training = entry["process_group"][1].startswith(("default_pg", SHARED_ROWS))  # the other group is the host's
+    return of_training and not entry["retired"] and entry["state"] != "completed"
+
+
+def _name(entry: JsonObject) -> str:
+    """Such as "nccl:all_reduce" or "nccl:all_to_all (context_parallel of ranks 2 to 3)"."""
+    name, group = entry["profiling_name"], entry["process_group"][1]
+    return f"{name} ({group})" if group.startswith(SHARED_ROWS) else name
 
 
 def recorded_collectives() -> Iterable[JsonObject]:

@@ -32,6 +32,20 @@ def test_batch():
     assert batch(3, per_device_train_batch_size=5) == (5, 1, 15)
 
 
+def test_ranks_that_share_rows_count_as_one():
+    assert batch(4, global_batch_size=8, context_parallel=2) == batch(2, global_batch_size=8)
+    assert batch(4, per_device_train_batch_size=3, context_parallel=4) == (3, 1, 3)
+    with pytest.raises(
+        UserError, match=r"context_parallel 4 does not divide 6 \(processes\).* Set it to 1 or 2 or 3 or 6"
+    ):
+        batch(6, context_parallel=4)
+    with pytest.raises(
+        UserError, match=r"multiple of 3 \(processes / 2 \(training.context_parallel\)\) = 3\."
+    ) as error:
+        batch(6, global_batch_size=8, context_parallel=2)
+    assert "fit 8 exactly: 2, 4, 8, 16. " in str(error.value)
+
+
 def test_a_batch_that_grows_is_the_same_on_every_world_size_once_it_is_fixed():
     training = TrainingConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3)
     assert with_fixed_batch(training, 4).global_batch_size == 24

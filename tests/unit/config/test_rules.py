@@ -16,6 +16,7 @@ def test_packs_cannot_be_grouped_by_length():
         load([*words, "--training.train_sampling_strategy", "group_by_length"])
 
 
+SHARED = ["--training.context_parallel", "2"]
 NO_MODEL = ["--data.train_file", "t.jsonl"]
 
 
@@ -64,6 +65,11 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, "--data.response_part", "<bot>", "--data.format", "messages"], "known without them"),
         ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "Keep one"),
         (["--data.response_part", "<bot>"], "embedded demo"),
+        ([*MODEL, *SHARED, "--model.backend", "unsloth"], "with the transformers backend"),
+        ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to true"),
+        ([*MODEL, *SHARED, "--training.strategy", "auto"], "strategy auto places whole rows"),
+        ([*MODEL, *SHARED, "--model.attn_implementation", "eager"], "compute its attention together"),
+        ([*MODEL, *SHARED, "--training.neftune_noise_alpha", "5"], "the noise depends on the length"),
         (["--training.global_batch_size", "6", "--training.per_device_train_batch_size", "4"], "not a multiple"),
     ],
 )

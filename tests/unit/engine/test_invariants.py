@@ -37,6 +37,7 @@ def facts(rank: int) -> Facts:
         divisor="the model",
         averages_tokens=True,
         batch=(2, 3),
+        context_parallel=1,
         global_batch_size=12,
         sharding=None,
         changed_weights=(),

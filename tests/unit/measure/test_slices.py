@@ -291,7 +291,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     pytest.importorskip("bitsandbytes")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from benchmarks.models import write_nf4
+    from benchmarks.models import write_in_parts
 
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
@@ -299,7 +299,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     LlamaForCausalLM(config).save_pretrained(plain)
     packed.mkdir()
-    write_nf4(packed, config, torch.device("cpu"))
+    write_in_parts(packed, config, torch.device("cpu"), nf4=True)
     assert sharding.read_sizes(packed) == sharding.read_sizes(plain)
 
 

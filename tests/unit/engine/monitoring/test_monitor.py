@@ -18,6 +18,7 @@ from finetune.engine.training.loss import StepStatistics
 from finetune.runtime import communication
 from finetune.runtime.machine import gpu_sampler
 from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.tags import PHASES
 
 
@@ -68,6 +69,7 @@ class FakeTrainer:
         self.statistics.add_load_balancing(torch.tensor(0.75))  # this rank's share
         self.accelerator = types.SimpleNamespace(backward=None, clip_grad_norm_=lambda *a: torch.tensor(2.5))
         self.args = types.SimpleNamespace(world_size=2, per_device_train_batch_size=2, gradient_accumulation_steps=1)
+        self.context = ContextGroup()
         self.state = types.SimpleNamespace(global_step=0)
         self.get_batch_samples = self.compute_loss = lambda: None
 
@@ -154,6 +156,44 @@ def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch:
     dealt = plan(8).deal(0, 0, world_size=2, per_device=2, accumulation=1)
     assert found._shares[0].tolist() == [(dealt[0, rank] + 1).sum() for rank in (0, 1)]
     assert found._shares[1].tolist() == [((dealt[0, rank] + 1) ** 2).sum() for rank in (0, 1)]
+
+
+def test_ranks_that_share_rows_have_parts_of_their_tokens(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token counts once, whatever the number of ranks that have its row."""
+    trainer = FakeTrainer([])
+    trainer.context, trainer.args.per_device_train_batch_size = ContextGroup(size=2), 4
+    found = make(monkeypatch, [], trainer)
+    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: None)
+    found.step_ended(1, logging_steps=10)
+    rows = plan(8).step_rows(0, 0)
+    for shares, values in zip(found._shares, (rows + 1, (rows + 1) ** 2), strict=True):
+        assert shares.sum() == values.sum() and 0 <= shares[0] - shares[1] <= 1
+
+
+def test_the_exchange_of_shared_rows_is_communication(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed in the first steps but the first, which compiles, and in the last of each record; a rank that waits in it
+    for another has less work of its own."""
+    timer = types.SimpleNamespace(on=False, take=lambda: (0.2, 0.6))  # of two steps
+    trainer = FakeTrainer([])
+    trainer.context, trainer.args.per_device_train_batch_size = ContextGroup(size=2, timer=timer), 4  # type: ignore[arg-type]
+    found = make(monkeypatch, [step(0.1, 0.4, 0.8)] * 3, trainer)
+    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: (0.05 * (1 + found._steps), 0.0))
+    timed = []
+    for number in range(1, 4):
+        timed.append(timer.on)
+        found.step_ended(number, logging_steps=3)
+    assert timed == [False, True, True]
+    monkeypatch.setattr(distributed, "gather_floats", lambda values: [values, values])
+    first = found.record().ranks[0]
+    assert first.step == pytest.approx(2.05) and first.communication == pytest.approx(0.1 + 0.3 + 0.2)
+    assert (first.forward, first.backward) == pytest.approx((0.4 - 0.1, 0.8 - 0.3 - 0.2))
+    assert first.own_work == pytest.approx(2.05 - 0.6)
+    assert found.exposed == pytest.approx([0.2 + 0.4])
+    for number in range(4, 15):
+        found.step_ended(number, logging_steps=3)
+    assert timer.on  # the next is the last of a record
+    found.step_ended(15, logging_steps=3)
+    assert not timer.on
 
 
 def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def batch(packed: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[lis
 def test_statistics_equal_a_loop_over_tokens(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_statistics, "CHUNK", 3)
     inputs, logits, places = batch(packed)
-    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
+    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"][:, 1:])
     assert found is not None
     losses, entropy, right = [], 0.0, 0
     for document in places:
@@ -60,6 +60,6 @@ def test_outputs_without_logits_have_no_statistics() -> None:
 def test_nothing_supervised() -> None:
     inputs, logits, _ = batch(packed=False)
     inputs["labels"][:] = -100
-    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"])
+    found = token_statistics.from_outputs(types.SimpleNamespace(logits=logits), inputs["labels"][:, 1:])
     assert found is not None and float(found.is_top1.sum()) == 0.0
     assert token_statistics.document_losses(found, inputs).tolist() == []

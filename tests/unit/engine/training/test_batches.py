@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from finetune.engine.training.batches import HostTensor, to_device, unwrap_host_tensors
+from finetune.data.collate import collate
+from finetune.engine.training.batches import HostTensor, own_part, targets, to_device, unwrap_host_tensors
+from finetune.runtime.ranks.context_group import ContextGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(ContextGroup):
+    """One of the ranks that share a row."""
+
+    at: int
+
+    @property
+    def part(self) -> int:
+        return self.at
 
 
 def test_ddp_leaves_the_lengths_of_documents_on_the_host() -> None:
@@ -47,3 +62,31 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch() -> None:
     assert {moved[name].device.type for name in ("input_ids", "labels")} == {"meta"}
     assert moved["packed_seq_lengths"].tensor is lengths
     assert set(copies) == {(1, 8), (2, 8)} and all(one["non_blocking"] for one in copies.values())
+
+
+def test_parts_of_a_row_are_the_row() -> None:
+    """Positions go on across the border between two ranks, the last label of a part is the first of the next, and
+    every rank has the bounds of the whole row."""
+    documents = [(np.arange(first, first + length, dtype=np.int32),) * 2 for first, length in ((10, 5), (20, 14))]
+    whole = collate([documents[:1], documents[1:], []], pad_token_id=0, pack_length=None, multiple=16)
+    labels = whole["labels"][0].tolist()
+    assert whole["packed_seq_lengths"].tolist() == [5, 14, 13]
+    assert labels == [-100, *range(11, 15), -100, *range(21, 34), *[-100] * 13]
+    parts = [own_part(whole, Part(size=2, at=place)) for place in (0, 1)]
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.cat([part[name] for part in parts], dim=1).equal(whole[name]), name
+    assert parts[1]["position_ids"][0, :3].tolist() == [11, 12, 13]
+    predicted = torch.cat([targets(part)[0] for part in parts])
+    assert predicted.tolist() == [*labels[1:], -100] and predicted[15] == labels[16] == 31
+    assert [part["packed_seq_lengths"].tolist() for part in parts] == [[5, 14, 13]] * 2
+    assert [part["document_lengths"].tolist() for part in parts] == [[5, 11], [3, -13]]
+    assert targets({"labels": whole["labels"]}).tolist() == [labels[1:]]
+
+
+def test_a_row_of_nothing_is_shared_as_well() -> None:
+    """Of dummy rows, which keep the ranks' collectives aligned."""
+    for pack_length in (None, 40):
+        whole = collate([[], []], pad_token_id=0, pack_length=pack_length, multiple=48)
+        assert whole["input_ids"].shape == (1, 48 if pack_length is None else 96)
+        assert int(whole["packed_seq_lengths"].sum()) == whole["input_ids"].shape[1]
+        assert (own_part(whole, Part(size=2, at=1))["shift_labels"] == -100).all()

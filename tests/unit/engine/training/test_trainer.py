@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames
 from finetune.engine.training.loss import StepStatistics
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.errors import UserError
+from finetune.runtime.ranks.context_group import ContextGroup
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "grokadamw"])  # transformers raises an ImportError, a ValueError
@@ -38,7 +39,7 @@ def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer: Any = object.__new__(SFTTrainer)
     trainer.model_accepts_loss_kwargs, trainer.load_balancing = True, None
     trainer.stack = types.SimpleNamespace(backend="transformers", device="cpu")
-    trainer.statistics = StepStatistics()
+    trainer.statistics, trainer.context = StepStatistics(), ContextGroup()
     loss = trainer.compute_loss(None, {}, num_items_in_batch=torch.tensor(4), extra="kept")
     assert not loss._is_view()
     loss *= 2

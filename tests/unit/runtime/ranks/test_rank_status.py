@@ -33,3 +33,5 @@ def test_the_oldest_collective_of_the_training_is_found(monkeypatch: pytest.Monk
     entries[2] = entry(3, retired=True)
     entries[3] = entry(4, retired=True)
     assert pending.oldest() == ("nccl:5", 0.0)
+    entries[:] = [entry(6, "context_parallel of ranks 2 to 3")]
+    assert pending.oldest() == ("nccl:6 (context_parallel of ranks 2 to 3)", 0.0)  # whom the rank shares its rows with
