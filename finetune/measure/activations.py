@@ -153,12 +153,14 @@ class Rows:
     most:            tokens of the largest micro-batch, padding included
     longest:         tokens of the longest row
     tokens, squares: of all rows: tokens, and the sum of squared document lengths
+    shared_by:       ranks that share each row (context parallelism)
     """
 
     most: int
     longest: int
     tokens: int
     squares: int
+    shared_by: int = 1
 
 
 def fastest(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> Measured | None:
@@ -189,6 +191,7 @@ def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | N
     if not fewest:
         return None
     ranks, one = min(fewest, key=lambda pair: pair[0])
+    ranks *= rows.shared_by
     return f"{one.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
 
 

@@ -62,7 +62,9 @@ class TrialModes:
         own = self.of(self.choice.mode)
         points = own.points if own is not None else ()
         compiling = sum((one.first_seconds or one.seconds) - one.seconds for one in points)  # as a run will, too
-        self.seconds = time.perf_counter() - began - max(compiling, 0.0)
+        elapsed = time.perf_counter() - began
+        self.seconds = elapsed - max(compiling, 0.0)
+        trial.budget.postpone(elapsed)
         one_row = job.batch.per_device == 1  # of several, fewer may fit: the search for the micro-batch finds out
         if one_row and own is not None and not longest_row.fits_without_margin(own, self.rows, limit):
             raise DoesNotFit(self.remedy())

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
 
 SHORT_TOKENS = 2048
-PROBE_TOKENS = 256  # of a sharded model, whose ranks must not run out of memory
+PROBE_TOKENS = 256  # of ranks that share a model or rows: if one ran out of memory, the others would wait for it
 LONG_SECONDS = 8.0  # of a pass on the longer document
 ROOM = 0.6  # part of the free memory that the longer document may need
 LEAST_RATIO = 1.25  # of the longer document to the shorter one: peaks are exact, so little is enough
@@ -97,7 +97,7 @@ def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mo
     def passes(tokens: int) -> Point | None:
         return try_document(trainer, layout, tokens, memory, to_come)
 
-    if trainer.sharded:
+    if trainer.sharded or trainer.context.size > 1:
         probe = passes(PROBE_TOKENS)
         if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
             return Measured(mode=mode, held_bytes=held, points=(probe,) if probe else ())
@@ -119,7 +119,7 @@ def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
         return None
     each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
     available = MEMORY_MARGIN * read_ahead.free_bytes() / distributed.ranks().local_world_size
-    return int(min(distributed.gather_objects(available)) / each)
+    return int(min(distributed.gather_objects(available)) / each * trainer.context.size)
 
 
 def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:
@@ -218,6 +218,7 @@ def rows(job: Job) -> Rows:
         longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),
+        shared_by=job.config.training.context_parallel,
     )
 
 
@@ -349,10 +350,9 @@ def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
     text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
         return f"{text}. It fits with {settings}."
-    modes = " or ".join(one.mode.text for one in found[-1:])
-    if not longest:
-        return f"{text}, and no row does, also with {modes}: the model fills it. See `finetune advise`."
-    return f"{text}: at most {longest:,} fit, with {modes}. Lower data.max_length."
+    if frugal is None or not longest:
+        return f"{text}, however its activations are kept. Lower data.max_length; `finetune advise` searches further."
+    return f"{text}: at most {longest:,} fit, with {frugal.mode.text}. Lower data.max_length."
 
 
 def known_remedy(job: Job) -> str | None:

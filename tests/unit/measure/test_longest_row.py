@@ -16,6 +16,7 @@ from finetune.engine.monitoring.metrics import ModelSize
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import longest_row, micro_batch, trial
 from finetune.measure.activations import Mode
+from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
 
@@ -80,6 +81,7 @@ class FakeTrainer:
 
     sharded = False
     optimizer = None
+    context = ALONE
 
     def __init__(self, device: Device) -> None:
         self.device = device

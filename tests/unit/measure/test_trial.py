@@ -130,6 +130,10 @@ def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPa
         assert control.should_training_stop == control.should_log
         stopped.append(control.should_training_stop)
     assert stopped == [False, False, False, True, True]
+    budget.postpone(10)  # which passed before the first step
+    control = types.SimpleNamespace(should_training_stop=False, should_log=False)
+    budget.on_step_end(None, types.SimpleNamespace(global_step=9), control)  # type: ignore[arg-type]
+    assert not control.should_training_stop
 
 
 def test_the_training_ends_after_any_step_once_the_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
