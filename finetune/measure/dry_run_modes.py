@@ -100,7 +100,7 @@ class TrialModes:
         left = list(self.found)
         while (chosen := activations.fastest(left, self.rows, limit)) is not None and not self._prove(chosen):
             left.remove(chosen)
-        return longest_row.refusal(left, self.rows, limit)
+        return longest_row.refusal(left, self.rows, limit, proven=chosen is not None)
 
     def _prove(self, one: Measured) -> bool:
         """Whether a pass on the longest micro-batch stays below the limit."""

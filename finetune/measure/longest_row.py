@@ -343,13 +343,17 @@ def _need(one: Measured, wanted: Rows, limit: float) -> str:
     return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / MEMORY_MARGIN / 2**30:.1f}"
 
 
-def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
-    """Why the largest micro-batch does not fit, and the settings that hold it."""
+def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bool = False) -> str:
+    """Why the largest micro-batch does not fit, and the settings that hold it.
+
+    Args:
+        proven: whether a pass has shown that the fastest of `found` holds it.
+    """
     frugal = activations.most_frugal(found, limit)
     longest = 0 if frugal is None else frugal.longest(limit) or 0
     text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
-        return f"{text}. It fits with {settings}."
+        return f"{text}. It {'fits' if proven else 'is predicted to fit'} with {settings}."
     if frugal is None or not longest:
         return f"{text}, however its activations are kept. Lower data.max_length; `finetune advise` searches further."
     return f"{text}: at most {longest:,} fit, with {frugal.mode.text}. Lower data.max_length."
