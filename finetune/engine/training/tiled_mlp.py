@@ -140,7 +140,9 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,) = ctx.kept.pop().grad_fn.saved_tensors
+        kept = ctx.kept.pop()
+        (x,) = kept.grad_fn.saved_tensors
+        del kept
         rows, given = (one.reshape(1, -1, one.shape[-1]) for one in (x, gradients[0]))
         wants_x = ctx.needs_input_grad[3]
         dx = torch.empty_like(rows) if wants_x else None
