@@ -84,6 +84,33 @@ def resumed(how: str, arguments: list[str], whole: Path, again: Path, cache: Pat
     return launch.train(how, words, out=again, cache=cache, script=script)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("strategy", ["ddp", "shard"])
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("offload", ("--model.full_finetuning", "--training.learning_rate", "1e-3")),
+        ("selective", ("--data.packing", "--data.max_length", "128")),
+    ],
+    ids=["full, padded rows, offload", "LoRA, packs, selective"],
+)
+def test_rows_in_less_memory_train_the_same_model(
+    strategy: str, kind: str, extra: tuple[str, ...], tied_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """On two ranks, with tiled MLPs and accumulation, against one rank that keeps everything."""
+    words = settings(tied_model, tiny_data, *extra, "--logging.generate_samples", "0")
+    words += ["--training.global_batch_size", "8", "--training.per_device_train_batch_size", "2"]
+    words += ["--training.save_steps", "0", "--training.gradient_checkpointing"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = launch.train("1 rank", [*words, "false"], out=one, cache=tmp_path)
+    less = [*words, kind, "--model.tiled_mlp", "true", "--training.strategy", strategy]
+    tiles = launch.SPIES / "short_tiles.py"
+    parts = launch.train("2 ranks", less, out=two, cache=tmp_path, script=tiles)
+    assert worst(whole["losses"], parts["losses"]) < 1e-5
+    assert parts["eval_loss_after"] == pytest.approx(whole["eval_loss_after"], rel=1e-6)
+    assert apart(one, two) < 2e-5
+
+
 def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
     tied_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

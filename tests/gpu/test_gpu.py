@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -341,6 +342,45 @@ def test_experts_in_bfloat16_compute_what_they_do_on_a_cpu() -> None:
         assert torch.nn.functional.cosine_similarity(exact.flatten(), one.flatten(), dim=0) > 0.9995
         assert one.norm() == pytest.approx(float(exact.norm()), rel=0.01)
     assert all(bool((one[-1] == 0).all()) for one in found[1][3:])
+
+
+@pytest.mark.gpu
+def test_what_is_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: gradients in bfloat16 with each kind of recomputation and tiled
+    MLPs, several passes after another, and the memory between and in the passes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from finetune.engine.training import recompute, tiled_mlp
+
+    monkeypatch.setattr(tiled_mlp, "LEAST", 512)
+    layers, tokens, hidden = 8, 16_384, 1024
+    heads = dict(num_attention_heads=8, num_key_value_heads=4, vocab_size=128, use_cache=False)
+    shape: dict = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers) | heads
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape)).to("cuda", torch.bfloat16).train()
+    ids = torch.randint(1, 128, (1, tokens), device="cuda")
+    stack: Any = SimpleNamespace(backend="transformers", device="cuda")
+    kept, peak, found = {}, {}, {}
+    for kind in (False, True, "selective", "offload"):
+        for tiled in (False, True):
+            recompute.apply(model, recompute.Recomputation(kind=kind, tiled_mlp=tiled), stack)
+            for _ in range(3):
+                model.zero_grad(set_to_none=True)
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                loss = model.model(ids).last_hidden_state.float().square().mean()
+                kept[kind, tiled] = torch.cuda.memory_allocated() - before
+                loss.backward()
+                peak[kind, tiled] = torch.cuda.max_memory_allocated() - before
+            found[kind, tiled] = {name: one.grad.float() for name, one in model.model.named_parameters()}
+    for key, gradients in found.items():
+        for name, one in found[False, False].items():
+            assert float((gradients[name] - one).norm() / one.norm()) < 0.02, (key, name)
+    row = tokens * hidden * 2
+    assert kept["offload", False] < kept[True, False] - (layers - 3) * row
+    assert kept[True, False] + layers * row <= kept["selective", False] < kept[False, False]
+    assert all(peak[kind, True] < peak[kind, False] - 2 * row for kind in (False, True, "selective", "offload"))
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ class HostActivations:
             return checkpoint.checkpoint(function, *inputs, **options)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Copy:
-        if not tensor.is_floating_point() or not tensor.numel():  # checkpoint saves an empty one too
+        if not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)

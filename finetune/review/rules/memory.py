@@ -37,6 +37,14 @@ def retries(run: Run) -> float | None:
     return max(found) if found else None
 
 
+def _activation_measure(run: Run) -> str:
+    """The next setting that makes a row need less memory."""
+    kind, on_unsloth = run.at("config.training.gradient_checkpointing"), run.at("backend") == "unsloth"
+    if kind and (kind == "offload" or on_unsloth and kind == "unsloth"):
+        return "a lower data.max_length" if run.at("config.model.tiled_mlp") else "model.tiled_mlp: true"
+    return f"training.gradient_checkpointing: {'unsloth' if on_unsloth else 'offload' if kind else 'true'}"
+
+
 def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """The fullest GPU is at least 92 % full, or torch's allocator had to retry, which stalls the GPU by definition."""
     full, again = fullest(run), retries(run)
@@ -44,10 +52,10 @@ def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     share = percent(full) if full is not None else "not recorded"
     batch = run.number("batch.per_device")
-    smaller = f"{micro_batch(max(batch // 2, 1), batch)}, with the same global batch" if batch else ""
-    checkpointing = "training.gradient_checkpointing: unsloth"
-    is_on = run.at("config.training.gradient_checkpointing") in ("unsloth", True)
-    advice = smaller if is_on and smaller else f"{checkpointing}{', or ' + smaller if smaller else ''}"
+    smaller = f"{micro_batch(batch // 2, batch)}, with the same global batch" if batch and batch > 1 else ""
+    measure = _activation_measure(run)
+    is_on = bool(run.at("config.training.gradient_checkpointing"))
+    advice = smaller if is_on and smaller else f"{measure}{', or ' + smaller if smaller else ''}"
     return Finding(
         rule="memory-near-limit",
         level="warning",
@@ -75,7 +83,7 @@ EXPLANATIONS = {
         "can end the run.",
         source="tests/review/fixtures/h200-memory, one H200, most of its memory taken on purpose",
         remedy="Halve training.per_device_train_batch_size (accumulation follows, the result is the same), or set "
-        "training.gradient_checkpointing: unsloth, which computes intermediate results twice instead of keeping them.",
+        "training.gradient_checkpointing: true, which computes intermediate results twice instead of keeping them.",
         brings="No stalls and no out-of-memory error. Checkpointing costs time: the forward pass is computed twice.",
     ),
 }
