@@ -150,6 +150,25 @@ def test_excluded_experts_have_no_adapter(excluded: str, expected: set[str]) -> 
     assert len(found) == 8 + 2 * len(expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "router", "given"),
+    [
+        ("HunYuanMoEV1", "mlp.gate.wg", {"num_experts": 4, "moe_topk": 2}),
+        ("Afmoe", "mlp.router.gate", {"num_experts": 4, "moe_intermediate_size": 16, "num_dense_layers": 0}),
+    ],
+)
+def test_a_router_with_a_layer_inside(family: str, router: str, given: dict[str, Any]) -> None:
+    """`all-linear` had an adapter on it."""
+    found = adapted(make_moe(family, head_dim=16, **given), "--lora.target_modules", "all-linear")
+    assert any("experts.down_proj" in name for name in found) and not any(f"{router}." in name for name in found)
+    words = ["--lora.target_parameters", f"[{router}.weight]", "--lora.target_modules", "[]"]
+    named = {f"model.layers.{layer}.{router}.weight" for layer in range(2)}
+    assert adapted(make_moe(family, head_dim=16, **given), *words) == named
+    if router.endswith("gate.wg"):
+        words = ["--lora.target_modules", "[o_proj, gate]"]
+        assert adapted(make_moe(family, head_dim=16, **given), *words) > named
+
+
 def test_an_empty_list_of_layers_is_all_of_them() -> None:
     given = "{layers_to_transform: []}"
     assert len(adapted(make_moe("Mixtral"), "--lora.adapter_kwargs", given)) == 12
