@@ -12,6 +12,7 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion
+from safetensors.torch import load_file, save_file
 
 from finetune.config import load
 from finetune.engine.model import adapter_coverage, adapter_targets, adapters, expert_targets
@@ -113,6 +114,20 @@ def test_an_adapter_beside_experts_is_loaded(family: str, tmp_path: Path) -> Non
     outputs = [one.eval()(ids).logits for one in (model, PeftModel.from_pretrained(make_moe(family), tmp_path))]
     torch.testing.assert_close(*outputs)
     assert (outputs[0] - make_moe(family).eval()(ids).logits).abs().max() > 0.1
+
+
+def test_an_adapter_that_peft_does_not_load_whole_is_refused(tmp_path: Path) -> None:
+    """As it loads Laguna's shared experts: it warns, and they were as they had been initialized."""
+    model = adapters.add_adapter(
+        make_moe("Mixtral"), load(["--model.model_name_or_path", "m", "--data.train_file", "x"])
+    )
+    model.save_pretrained(tmp_path)
+    assert adapters.load_adapter(make_moe("Mixtral"), str(tmp_path)).peft_config
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: one for name, one in tensors.items() if "experts.lora_B" not in name}, file)
+    with pytest.raises(UserError, match=r"it has no tensors for .*layers\.0\.mlp\.experts\.lora_B.* and 1 more"):
+        adapters.load_adapter(make_moe("Mixtral"), str(tmp_path))
 
 
 DOWN = ("--lora.target_parameters", "[experts.down_proj]")
