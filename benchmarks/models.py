@@ -87,6 +87,18 @@ SHAPES = {
         tie_word_embeddings=False,
         rope_theta=500000.0,
     ),
+    "llama-8b-long": dict(  # for rows that are longer than Llama 3.1's 131,072 tokens
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        rope_theta=500000.0,
+        max_position_embeddings=1048576,
+    ),
     "llama-3b": dict(
         hidden_size=3072,
         intermediate_size=8192,
@@ -154,6 +166,7 @@ SHAPES = {
         rope_theta=500000.0,
     ),
 }
+IN_PARTS = ("qwen3-moe-30b",)  # written piece by piece: no GPU holds them and what saving takes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -199,30 +212,30 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        **({"model_type": "llama"} | SHAPES[shape.removesuffix("-nf4")]),
-        max_position_embeddings=32768,
+        **({"model_type": "llama", "max_position_embeddings": 32768} | SHAPES[shape.removesuffix("-nf4")]),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if shape.endswith("-nf4"):
-        write_nf4(folder, config, device)
+    if shape in IN_PARTS or shape.endswith("-nf4"):
+        write_in_parts(folder, config, device, nf4=shape.endswith("-nf4"))
         return
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
-def write_nf4(folder: Path, config: Any, device: Any) -> None:
-    """A model with linear layers that are quantized already, as bitsandbytes and transformers would save it."""
+def write_in_parts(folder: Path, config: Any, device: Any, *, nf4: bool) -> None:
+    """A model that is never whole in memory: in bfloat16, or with linear layers that are quantized already, as
+    bitsandbytes and transformers would save it. Experts are stacked."""
     import torch
     from bitsandbytes.functional import quantize_4bit
     from safetensors.torch import save_file
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     with torch.device("meta"):
-        parameters = dict(LlamaForCausalLM(config).named_parameters())
+        model = AutoModelForCausalLM.from_config(config)
     tensors: dict[str, Any] = {}
     names: dict[str, str] = {}
     used = written = 0
@@ -234,9 +247,9 @@ def write_nf4(folder: Path, config: Any, device: Any) -> None:
         names.update(dict.fromkeys(tensors, file))
         tensors, used, written = {}, 0, written + 1
 
-    for name, one in parameters.items():
+    for name, one in model.named_parameters():
         weight = torch.randn(one.shape, dtype=torch.bfloat16, device=device) * 0.02
-        if one.dim() > 1 and ".layers." in name:
+        if nf4 and one.dim() > 1 and ".layers." in name:
             packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
             made = {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
         else:
@@ -247,13 +260,14 @@ def write_nf4(folder: Path, config: Any, device: Any) -> None:
             flush()
     flush()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
-    config.quantization_config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    ).to_dict()
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    if nf4:
+        config.quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ).to_dict()
     config.save_pretrained(folder)
 
 

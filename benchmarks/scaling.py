@@ -35,7 +35,7 @@ from finetune.bench import timeline
 from finetune.measure import protocol
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"1.2b": "llama-1.2b", "8b": "llama-8b", "1m": "llama-1m"}
+SIZES = {"1.2b": "llama-1.2b", "8b": "llama-8b", "moe": "qwen3-moe-16", "1m": "llama-1m"}
 METHODS = {
     "lora": ["--lora.r", "16", "--training.learning_rate", "2e-4", "--training.gradient_checkpointing", "false"],
     "qlora": ["--lora.r", "16", "--training.learning_rate", "2e-4", "--training.gradient_checkpointing", "false",
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--packs", type=int, default=192, help="of a weak run; a multiple of every number of GPUs")
     parser.add_argument("--curve-steps", type=int, default=200, help="of the first round of a strong cell")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run is started")
+    parser.add_argument("--without-advice", action="store_true", help="predict nothing beforehand")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on gloo ranks, to try the benchmark itself")
     given = parser.parse_args(argv)
     end_with_this_one()
@@ -114,7 +115,8 @@ def measure(name: str, given: argparse.Namespace, record: dict[str, Any], deadli
     rows.build(file, kind, longest, AutoTokenizer.from_pretrained(model), given.train)
     variables = {"NCCL_P2P_DISABLE": "1"} if further else {}
     cell = record["cells"].setdefault(name, {"advice": {}, "runs": []})
-    for world in given.worlds if mode == "weak" else given.worlds[:1]:  # a prediction is for a global batch
+    advised = given.worlds if mode == "weak" else given.worlds[:1]  # a prediction is for a global batch
+    for world in [] if given.without_advice else advised:
         if str(world) not in cell["advice"] and time.monotonic() < deadline:
             found = advice(words_of(name, world, given, model, file, 5000), variables, given)
             cell["advice"][str(world)] = found

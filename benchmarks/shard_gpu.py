@@ -25,6 +25,9 @@ kill HOW      a sharded run on two GPUs is struck, and resumed on one (benchmark
 8b            full fine-tuning of 8 B under a cap of 60 GiB a GPU: one GPU fails, two shard; with its prediction
 peer STACK    full fine-tuning of 8 B on two GPUs, two documents of 4,096 tokens a GPU: ours, Unsloth's FSDP2, and TRL
               with the FSDP2 profile that it ships
+peer STACK N  LoRA of 8 B on documents of N tokens, which the two GPUs share: ours, and TRL with accelerate's context
+              parallelism
+peer STACK moe  full fine-tuning of 16 layers of Qwen3-30B-A3B and documents of real lengths
 20b, 20b 8bit full fine-tuning of 20 B on two GPUs, Adam's states in bfloat16, in 8 bits; only the weights are saved
 70b           QLoRA of 70 B on two GPUs under a cap of 40 GiB a GPU
 """
@@ -46,7 +49,7 @@ from typing import Any
 import yaml
 
 from benchmarks import gpu_faults, models, processes
-from benchmarks.peers import rows
+from benchmarks.peers import cells, rows
 from benchmarks.processes import say
 from finetune.runtime import bootstrap
 
@@ -200,7 +203,7 @@ def found_by(given: argparse.Namespace, ranks: int, mode: str, request: dict[str
 def model_of(given: argparse.Namespace, shape: str) -> Path:
     """The model of a shape; tiny with --cpu. Of the largest ones the disk holds one: it replaces the other."""
     if given.cpu:
-        shape = "llama-1.2m-nf4" if shape.endswith("-nf4") else "llama-1.2m"
+        shape = "llama-1.2m-nf4" if shape.endswith("-nf4") else "qwen3-moe-1m" if "moe" in shape else "llama-1.2m"
     for other in LARGE if shape in LARGE else ():
         if other != shape:
             shutil.rmtree(given.work / other, ignore_errors=True)
@@ -403,32 +406,44 @@ def killed(given: argparse.Namespace, trial: str) -> dict[str, Any]:
     return found | ({} if found["kept_promise"] else {"error": "the promise was not kept"})
 
 
-def peer(given: argparse.Namespace, stack: str) -> dict[str, Any]:
-    """Tokens/s of a stack that shards 8 B, by the clock of `benchmarks.peers`. On a CPU Unsloth does not shard."""
+def peer(
+    given: argparse.Namespace, stack: str, shape: str = "llama-8b", kind: str = "4096", context: int = 1
+) -> dict[str, Any]:
+    """Tokens/s of a stack on two GPUs, by the clock of `benchmarks.peers`: of a model that is sharded and trained in
+    full on rows of 4,096 tokens, or of real lengths up to 2,048, in packs of 16,384 or, as peers take them by default,
+    padded; with a `context` of 2, of a LoRA on rows that the GPUs share. On a CPU Unsloth does not shard."""
     from transformers import AutoTokenizer
 
     if given.cpu and stack == "trl":
         return {"skipped": "TRL's loss needs Triton"}
 
-    model, length = model_of(given, "llama-8b"), 256 if given.cpu else 4096
-    data = given.work / f"rows-{length}.jsonl"
-    rows.build(data, "4096", length, AutoTokenizer.from_pretrained(model), given.train)
-    setting = {"batch": 2, "length": length, "accumulation": 1, "checkpointing": True}
-    words = [*SHARD, "--model.backend", "transformers", "--data.pack_length", str(length)]
+    model, longest = model_of(given, shape), 256 if given.cpu else cells.LONGEST[kind]
+    data = given.work / f"rows-{kind}.jsonl"
+    rows.build(data, kind, longest, AutoTokenizer.from_pretrained(model), given.train)
+    batch, length = (8, longest) if kind == "real" else (1 if context > 1 else 2, longest)
+    if stack == "ours" and kind == "real":
+        batch, length = 1, batch * longest
+    strategy = SHARD if context == 1 else ("--training.context_parallel", str(context), "--model.tiled_mlp", "true")
+    words = [*strategy, "--model.backend", "transformers", "--data.pack_length", str(length)]
+    steps, skipped = (3, 1) if context > 1 else (4, 2) if given.cpu else (16, 6)
     request = {
         "stack": stack, "model": str(model), "rows": str(data), "cache": str(given.work / "datasets"),
-        "work": str(given.work / f"peer-{stack}"), "method": "full", "packing": False, "learning_rate": 2e-5,
-        "settings": [setting],
-        "steps": 4 if given.cpu else 16, "skipped": 2 if given.cpu else 6, "trial_steps": 0, "started": time.time(),
-        "options": {"words": words},
+        "work": str(given.work / f"peer-{stack}"), "method": "full" if context == 1 else "lora", "packing": False,
+        "learning_rate": 2e-5, "settings": [{"batch": batch, "length": length, "accumulation": 1,
+                                             "checkpointing": True}],
+        "steps": steps, "skipped": skipped, "trial_steps": 0, "started": time.time(),
+        "options": {"words": words} | ({"pad_to_multiple_of": 2 * context} if context > 1 else {}),
     }  # fmt: skip
-    asked, answer = (given.work / f"peer-{stack}-{what}.json" for what in ("asked", "answer"))
+    asked, answer = (given.work / f"peer-{stack}-{kind}-{what}.json" for what in ("asked", "answer"))
     asked.write_text(json.dumps(request))
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     if stack == "trl":
         profile = given.work / "fsdp2.yaml"
         content = yaml.safe_load((Path(trl_folder()) / "accelerate_configs" / "fsdp2.yaml").read_text())
+        if context > 1:
+            degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": context}
+            content["parallelism_config"] = {f"parallelism_config_{name}_size": n for name, n in degrees.items()}
         profile.write_text(yaml.safe_dump(content | {"num_processes": 2, "use_cpu": given.cpu}))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile)]
         command += ["--main_process_port", "0"]
@@ -512,6 +527,15 @@ CELLS: dict[str, tuple[int, float, Call]] = {
     "dry 8b": (1, 300, dry_8b),
     "8b": (2, 540, eight),
     **{f"peer {stack}": (2, 400, partial(peer, stack=stack)) for stack in ("ours", "unsloth", "trl")},
+    **{
+        f"peer {stack} moe": (2, 300, partial(peer, stack=stack, shape="qwen3-moe-16", kind="real"))
+        for stack in ("ours", "trl")
+    },
+    **{
+        f"peer {stack} {kind}": (2, 300, partial(peer, stack=stack, shape="llama-8b-long", kind=kind, context=2))
+        for stack in ("ours", "trl")
+        for kind in cells.LONG
+    },
     "build 20b": (1, 400, partial(built, shape="llama-20b")),
     "20b 8bit": (2, 560, partial(twenty, optimizer="adamw_torch_8bit")),
     "20b": (2, 560, partial(twenty, optimizer="adamw_torch")),

@@ -62,21 +62,24 @@ def own_options() -> Options:
     """The options of this command."""
     found = Options("dryrun", PURPOSE, notes=NOTES, script=True)
     found.add("--devices", count, "N", "devices of the real run (default: all GPUs of this machine)")
+    found.add_switch("--longest", "find the longest row that fits with each way to keep activations")
     return found
 
 
 def _run(argv: list[str]) -> int:
     options, rest, script = own_options().split_script(argv)
     if script:
-        return run_script(script, options.json, options.devices)
-    return run(replace(load_config(rest, command="dryrun"), json=options.json), devices=options.devices)
+        return run_script(script, options.json, options.devices, longest=options.longest)
+    config = replace(load_config(rest, command="dryrun"), json=options.json)
+    return run(config, devices=options.devices, longest=options.longest)
 
 
-def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> int:
+def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, longest: bool = False) -> int:
     """Run, measure and report. Returns 0 for go, 1 for no-go.
 
     Args:
         devices: of the real run; None for all GPUs, which are then tested.
+        longest: as for `measure`.
 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
@@ -99,16 +102,22 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> 
     collectives = None
     if devices is None:
         collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
-    return measure(config, world, collectives, lambda: opening.open_session(config, real, demo=demo, hooks=hooks))
+    return measure(
+        config,
+        world,
+        collectives,
+        lambda: opening.open_session(config, real, demo=demo, hooks=hooks),
+        longest=longest,
+    )
 
 
-def run_script(words: list[str], json: Path | None, devices: int | None = None) -> int:
+def run_script(words: list[str], json: Path | None, devices: int | None = None, *, longest: bool = False) -> int:
     """Dry run of a training script. Returns 0 for go, 1 for no-go.
 
     Args:
         words: the script and its arguments.
         json: where the report goes.
-        devices: as for `run`.
+        devices, longest: as for `run`.
 
     Raises:
         UserError: the script, its arguments or its data are invalid (exit code 2).
@@ -125,10 +134,10 @@ def run_script(words: list[str], json: Path | None, devices: int | None = None) 
         # A run moves the files of an earlier one aside.
         config = replace(job.config, json=json, training=replace(job.config.training, overwrite_output_dir=True))
         build = functools.partial(trial.prepare, build=trainer.build_trial)
-        return measure(config, world, collectives, lambda: job, build)
+        return measure(config, world, collectives, lambda: job, build, longest=longest)
 
     def from_configuration(config: Config, hooks: Hooks) -> int:
-        return run(replace(config, json=json), hooks, devices)
+        return run(replace(config, json=json), hooks, devices, longest=longest)
 
     try:
         return scripts.run(words, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
@@ -158,11 +167,14 @@ def measure(
     collectives: JsonObject | None,
     open_job: Callable[[], Job],
     prepare: Callable[[Job, Path], Trial] | None = None,
+    *,
+    longest: bool = False,
 ) -> int:
     """Open the job, measure it as one of `world` ranks would run it, and report. Returns 0 for go, 1 for no-go.
 
     Args:
         prepare: as `trial.prepare`.
+        longest: find the longest row that fits with each way to keep activations, not only that of the job.
     """
     output_dir = Path(config.training.output_dir)
     output_folder.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
@@ -174,9 +186,11 @@ def measure(
                 "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
         job = open_job()
-        from finetune.measure import dry_run, micro_batch, trial  # after the backend, which open_job starts
+        # After the backend, which open_job starts.
+        from finetune.measure import dry_run, dry_run_modes, longest_row, micro_batch, trial
 
-        resolved = job.config
+        mode = longest_row.choose(job, None)
+        resolved = job.config = mode.configuration(job.config)
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
         report.print_introduction(job, resume.StartPoint())
@@ -187,7 +201,9 @@ def measure(
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:
             with dry_run.time_limit(END_SECONDS, config, Path(folder)):
                 trying = (prepare or trial.prepare)(job, Path(folder))
-                outcome = dry_run.run_trial(trying, Path(folder), world)
+                modes = dry_run_modes.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
+                outcome = dry_run.run_trial(trying, Path(folder), world, modes)
+                resolved = modes.choice.configuration(resolved)
     except RunError as error:
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})

@@ -64,9 +64,9 @@ class ConfigurationRun(story.Door):
         self._demo, self._parity_dump, self._without, self._hooks = demo, parity_dump, without, hooks
 
     def upper_floors(self) -> story.UpperFloors:
-        from finetune.measure import micro_batch, scoring
+        from finetune.measure import longest_row, micro_batch, scoring
 
-        return story.UpperFloors(micro_batch=micro_batch, scoring=scoring, review=review)
+        return story.UpperFloors(longest_row=longest_row, micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         training, output_dir = config.training, record.path.parent

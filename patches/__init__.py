@@ -10,6 +10,7 @@ from patches import (
     torch_cudnn_attention_nan,
     torch_varlen_gqa,
     torchao_state_dtype,
+    transformers_grouped_mm_width,
     unsloth_all_trl_trainers,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
@@ -32,7 +33,7 @@ LATE = (
     unsloth_packed_probe_in_checkpoint,
     unsloth_rope_gradient_layout,
 )
-EVERY = (peft_moe_layer_targets,)
+EVERY = (peft_moe_layer_targets, transformers_grouped_mm_width)
 MASKED = (torch_cudnn_attention_nan,)
 OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
 ALL = (*EARLY, *LATE, *EVERY, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", help="separated by commas: " + ", ".join(cells.CELLS))
     parser.add_argument("--variants", default="", help="only these, separated by commas")
     parser.add_argument("--before", type=Path, help="finetune/ and patches/ of another version: variants ours_before*")
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON by variant: not to try its own settings")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (documented ones run once)")
     parser.add_argument("--steps", type=int, default=40, help="of a run, the first --skip not measured")
     parser.add_argument("--skip", type=int, default=10)
@@ -102,7 +103,7 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
             done = any(one["round"] == number for one in earlier)
             if done or (number and name.endswith("documented")) or time.monotonic() > deadline:
                 continue
-            best = entry["settings"].get(name)
+            best = entry["settings"].get(name) or given.settings.get(name)
             settings = [best] if best else [asdict(setting) for setting in variant.settings]
             kind = "2048" if variant.fixed else cell.lengths
             attempt = functools.partial(one_run, cell, variant, model, files[kind])

@@ -10,13 +10,16 @@ from benchmarks.models import SHAPES
 SIZES = {
     "1.2b": "llama-1.2b",
     "8b": "llama-8b",
+    "8b-long": "llama-8b-long",
     "1m": "llama-1m",
     "moe": "qwen3-moe-16",
+    "moe48": "qwen3-moe-30b",
     "moe4": "qwen3-moe-4",
     "1m-moe": "qwen3-moe-1m",
 }
 METHODS = ("lora", "qlora", "full")
-LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64}  # tokens of a document
+LONG = {str(tokens): tokens for tokens in (65536, 131072, 262144, 327680)}  # of documents that fill their rows
+LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64} | LONG  # tokens of a document
 CELLS = [
     *(f"1.2b {method} {lengths}" for method in METHODS for lengths in ("real", "2048", "4096", "16384")),
     *(f"8b {method} {lengths}" for method in ("lora", "qlora") for lengths in ("real", "2048", "4096", "16384")),
@@ -77,10 +80,12 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     TRL's defaults. They are measured as they are.
     """
     longest, short = cell.longest, cell.lengths == "short"
+    if cell.lengths in LONG:
+        return long_variants(cell)
     pack = 128 if short else 8192 if cell.size == "8b" and longest <= 8192 else 16384
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
-    packs = [Setting(1, pack), Setting(2, pack)]
+    packs = [Setting(1, pack), Setting(2, pack)] if cell.size != "moe48" else [Setting(1, pack, 1, True)]
     checkpointed = [Setting(batch, longest, 1, True) for batch in (16, 32, 64)]
     found = {
         "ours": Variant(stack="ours", settings=packs, packing=True),
@@ -116,6 +121,25 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
         own = {name: variant for name, variant in found.items() if variant.stack == "ours"}
         found |= {name.replace("ours", "ours_before"): replace(variant, before=True) for name, variant in own.items()}
     return found
+
+
+def long_variants(cell: Cell) -> dict[str, Variant]:
+    """The stacks of a cell with one document per row and step that needs every measure to fit one GPU."""
+    tiled = ["--model.tiled_mlp", "true"]
+    transformers = ["--model.backend", "transformers", *tiled]
+
+    def rows(checkpointing: Any) -> list[Setting]:
+        return [Setting(1, cell.longest, 1, checkpointing)]
+
+    return {
+        "ours": Variant(stack="ours", settings=rows("offload"), packing=True, options={"words": transformers}),
+        "ours_unsloth": Variant(stack="ours", settings=rows("unsloth"), packing=True, options={"words": tiled}),
+        "ours_selective": Variant(
+            stack="ours", settings=rows("selective"), packing=True, options={"words": transformers}
+        ),
+        "ours_recomputed": Variant(stack="ours", settings=rows(True), packing=True, options={"words": transformers}),
+        "unsloth": Variant(stack="unsloth", settings=rows("unsloth"), options={"tiled_mlp": True}),
+    }
 
 
 def matmul_parameters(size: str) -> int:

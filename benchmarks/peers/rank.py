@@ -54,7 +54,10 @@ class Clock:
 
     def count(self, model: Any, given: Any, further: dict[str, Any]) -> None:
         """Add a micro-batch's labels to the running step."""
-        self.labels[-1].append((further["labels"] != -100).sum())
+        # Of ranks that share a row, each has a part. Without labels the loss is computed elsewhere, here of all tokens.
+        names = ("shift_labels", "labels", "input_ids")
+        labels = next(further[name] for name in names if further.get(name) is not None)
+        self.labels[-1].append((labels != -100).sum())
 
     def mark(self) -> None:
         """A step has ended."""
@@ -130,11 +133,12 @@ def arguments(request: dict[str, Any], out: Path) -> list[str]:
         *("--model.model_name_or_path", request["model"], "--data.train_file", request["rows"]),
         *("--data.packing", "true", "--data.max_length", str(setting["length"])),
         *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true"),
-        *("--training.save_steps", "0", "--logging.generate_samples", "0", "--logging.logging_steps", str(LOGGING)),
+        *("--training.save_steps", "0", "--logging.generate_samples", "0"),
+        *("--logging.logging_steps", str(min(LOGGING, request["steps"]))),
         *("--training.max_steps", str(request["steps"])),
         *("--training.per_device_train_batch_size", str(setting["batch"])),
         *("--training.gradient_accumulation_steps", str(setting["accumulation"])),
-        *("--training.gradient_checkpointing", str(bool(setting["checkpointing"])).lower()),
+        *("--training.gradient_checkpointing", str(setting["checkpointing"]).lower()),
         *("--training.learning_rate", str(request["learning_rate"])),
         *("--training.lr_scheduler_type", "constant"),
         *(["--model.full_finetuning", "true"] if request["method"] == "full" else ["--lora.r", "16"]),
@@ -165,6 +169,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
             dtype=None,
             load_in_4bit=method == "qlora",
             full_finetuning=method == "full",
+            **({"unsloth_tiled_mlp": True} if options.get("tiled_mlp") else {}),
         )
         if method != "full":
             model = FastLanguageModel.get_peft_model(  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -211,7 +216,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
             lr_scheduler_type="constant",
             weight_decay=0.0,
             optim="adamw_torch_fused" if cuda else "adamw_torch",
-            logging_steps=LOGGING,
+            logging_steps=min(LOGGING, steps),
             report_to="none",
             save_strategy="no",
             seed=1,
@@ -221,6 +226,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
             use_liger_kernel=bool(options.get("liger")),
             liger_kernel_config=options.get("liger_config"),
             dataset_text_field="text",
+            pad_to_multiple_of=options.get("pad_to_multiple_of"),
             dataset_num_proc=4 if cuda else None,
             dataloader_num_workers=4 if cuda else 0,
         )

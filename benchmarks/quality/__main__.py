@@ -184,6 +184,8 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
     """What a run is asked to do, for every stack."""
     model = MODELS[cell.model]
     packs, count = (1, SMOKE_ROWS) if given.smoke else (cells.PACKS, given.rows_of_step[cell.model])
+    pack_length = cells.LONG_PACK if cell.long else cells.PACK_LENGTH
+    packs = packs * cells.PACK_LENGTH // pack_length if cell.long and not given.smoke else packs
     batch = packs if cell.packed else count
     micro = model.micro.get(cell.stack or "trl", 1)
     if cell.packed and cell.stack != "ours":
@@ -193,7 +195,7 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
         "mode": cell.mode,
         "packed": cell.packed,
         "model": str((given.models / cell.model).resolve()),
-        "backend": "transformers" if given.smoke else "auto",
+        "backend": "transformers" if given.smoke or cell.long else "auto",
         "rows": str((given.data / "train.jsonl").resolve()),
         "as_text": model.as_text,
         "out": str(folder / "model"),
@@ -203,12 +205,12 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
         "learning_rate": model.rates["full" if cell.mode == "full" else "lora"],
         "warmup_steps": 0 if given.smoke else 0.03,
         "max_length": SMOKE_PACK if given.smoke else cells.MAX_LENGTH,
-        "pack_length": SMOKE_PACK if given.smoke else cells.PACK_LENGTH,
+        "pack_length": SMOKE_PACK if given.smoke else pack_length,
         "global_batch_size": batch,
         # Of packs this package chooses itself.
         "micro": None
         if cell.packed and cell.stack == "ours" and not given.micro and not given.smoke
-        else cells.divisor(batch // cell.ranks, given.micro or micro),
+        else cells.divisor(batch if cell.context else batch // cell.ranks, given.micro or micro),
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PACK_LENGTH, PACKS = 4096, 8  # of a pack, and in a step
+LONG_PACK = 16384
 MAX_LENGTH = 1024  # tokens of a row
 FULL_PACKS = 0.99  # share of a pack that random best-fit packing fills
 
@@ -47,14 +48,18 @@ class Cell:
     mode: str = "lora"  # full, or how the frozen model is kept: lora (as it is), fp8, int8 or qlora
     packed: bool = False
     model: str = "smollm2"
-    ranks: int = 1  # several are sharded
+    long: bool = False  # packs of LONG_PACK tokens, as many tokens per step, on the transformers backend
+    context: bool = False  # two ranks share each pack; other cells of two are sharded
+    ranks: int = 1
     order: str = ""  # sorted or grouped: see `orders`
     master_weights: str = "auto"
 
     @property
     def reference(self) -> str:
         """The cell that this one is compared with: TRL on padded rows, in the same mode; without rounding for the modes
-        that TRL lacks."""
+        that TRL lacks. Of packs that ranks share, the same packs on one."""
+        if self.context:
+            return self.name.removesuffix(" context")
         mode = "lora" if self.mode in ("fp8", "int8") else self.mode
         return " ".join(filter(None, ["trl", "" if self.model == "smollm2" else self.model, mode, "padded"]))
 
@@ -72,7 +77,9 @@ def _cell(name: str) -> Cell:
         mode=next(word for word in words if word in ("lora", "fp8", "int8", "qlora", "full")),
         packed="padded" not in words,
         model=model,
-        ranks=2 if "sharded" in words else 1,
+        long="long" in words,
+        context="context" in words,
+        ranks=2 if {"sharded", "context"} & set(words) else 1,
         master_weights="stochastic" if "stochastic" in words else "auto",
     )
 
@@ -85,6 +92,8 @@ CELLS = {
         *("order grouped", "order sorted", "full sharded", "lora sharded", "full packed stochastic"),
         *("int8 packed", "qwen fp8 packed", "qwen int8 packed", "qwen qlora packed"),
         *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
+        *("lora long", "lora long context", "full long", "full long context"),
+        *("qwen lora long", "qwen lora long context"),
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
     )
@@ -141,7 +150,8 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             "seed": request["seed"],
             "gradient_checkpointing": False,
             "save_steps": 0,
-            "strategy": "shard" if cell.ranks > 1 else "single",
+            "strategy": "single" if cell.ranks == 1 else "ddp" if cell.context else "shard",
+            **({"context_parallel": cell.ranks} if cell.context else {}),
         },
         "logging": {"generate_samples": 0},
     }  # fmt: skip

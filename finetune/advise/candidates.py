@@ -15,6 +15,7 @@ from finetune.config.arguments import why_not_in_script
 from finetune.config.load import FINETUNE
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
+from finetune.measure.activations import Mode
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.runtime.command import console
@@ -41,6 +42,8 @@ class DryRunResult:
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
     config: JsonObject | None = None  # the resolved configuration, if it is known
     script: str | None = None  # what a script trains by, as `scripts.trains_by`
+    longest_rows: JsonObject | None = None  # each way to keep activations, measured
+    fits_with: tuple[str, ...] = ()  # settings of one with which the longest row fits, of a job that does not fit
 
 
 @dataclass(kw_only=True)
@@ -82,6 +85,8 @@ class DryRunner:
     def _dry_run(self, extra: Sequence[str], sharing: int) -> DryRunResult:
         arguments = [*self.arguments, *extra]
         target, words = ["-m", "finetune.train"], ["--dry-run", *arguments]
+        if self.cpu_cores is None and not extra:
+            target, words = ["-m", "finetune.dryrun"], ["--longest", *arguments]
         if self.script:
             target = ["-m", "finetune.dryrun"]
             words = ["--devices", str(self.devices), self.script[0], "--", *self.script[1:], *self.flags(arguments)]
@@ -123,6 +128,8 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
         master_weights=report.get("master_weights") if go else None,
         config=report.get("config"),
         script=report.get("script"),
+        longest_rows=report.get("longest_rows"),
+        fits_with=tuple(report.get("fits_with") or ()),
     )
 
 
@@ -195,13 +202,27 @@ def changes(config: Config, base: DryRunResult, on_cpu: bool) -> list[Change]:
 
         arguments = ("--model.load_in_fp8", "true")
         found.append(Change(name=f"FP8 weights ({COST})", arguments=arguments, same_result=False))
-    if config.training.gradient_checkpointing:
+    if base.longest_rows is not None:
+        found += faster_modes(base.longest_rows)
+    elif config.training.gradient_checkpointing:
         arguments = ("--training.gradient_checkpointing", "false")
         found.append(Change(name="no checkpointing", arguments=arguments, same_result=True))
     for size in other_micro_batches(config, base):
         arguments = (PER_DEVICE, str(size))
         found.append(Change(name=f"{counted(size, 'row')} at a time", arguments=arguments, same_result=True))
     return found
+
+
+def faster_modes(longest_rows: JsonObject) -> list[Change]:
+    """The way to keep activations that is predicted to be the fastest of those that hold the job, if it is not the
+    job's own."""
+    own = {name: longest_rows["own"][name] for name in Mode.__dataclass_fields__}
+    fitting = [one for one in longest_rows["modes"] if one["fits"]]
+    best = max(fitting, key=lambda one: one["predicted_tokens_per_second"], default=None)
+    if best is None or best["mode"] == own:
+        return []
+    mode = Mode(**best["mode"])
+    return [Change(name=mode.text, arguments=tuple(mode.flags()), same_result=True)]
 
 
 def other_micro_batches(config: Config, base: DryRunResult) -> list[int]:
@@ -252,12 +273,19 @@ def choose_changes(bench: DryRunner, found: Sequence[Improvement]) -> tuple[str,
     return together if both is not None and speed(both) >= speed(alone) else same[0]
 
 
-def remedies(config: Config, on_cpu: bool) -> list[Change]:
-    """Changes that need less memory, the mildest first; each is tried in addition to the previous ones."""
+def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
+    """Changes that need less memory, the mildest first; each is tried in addition to the previous ones.
+
+    Args:
+        base: the dry run that ran out of memory.
+    """
     found = []
     if resolve_batch(config.training, 1, config.data).per_device > 1:
         found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True, of_rows=True))
-    if not config.training.gradient_checkpointing:
+    if base.fits_with:
+        name = "another way to keep activations"
+        found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
+    elif not config.training.gradient_checkpointing:
         kind = "true" if config.model.backend == "transformers" else "unsloth"
         arguments = ("--training.gradient_checkpointing", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
@@ -289,7 +317,7 @@ def make_fit(
     Returns:
         The remedies, and the dry run that succeeded; None if none did.
     """
-    left, taken, last = bench.applicable(remedies(config, on_cpu)), list[Change](), base
+    left, taken, last = bench.applicable(remedies(config, on_cpu, base)), list[Change](), base
     while useful := [change for change in left if last.state_fits or not change.of_rows]:
         change = useful[0]
         left.remove(change)

@@ -242,6 +242,7 @@ def advise_configuration(
         "rows": [row.to_dict() for row in rows],
         "improvements": [improvement_entry(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
+        "longest_rows": base.longest_rows,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [
             *notes,
@@ -290,11 +291,15 @@ def does_not_fit(
     if not base.full:
         return FAILED
     from finetune.advise.candidates import make_fit
+    from finetune.measure.dry_run_report import print_longest_rows
 
+    if base.longest_rows is not None:
+        print_longest_rows(base.longest_rows)
     taken, result = make_fit(config, bench, machine.device == "cpu", base)
     names = ", ".join(change.name for change in taken)
     flags = " ".join(bench.flags([word for change in taken for word in change.arguments]))
     content: JsonObject = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
+    content["longest_rows"] = base.longest_rows
     if result is None or result.measured is None:
         text = f"With DDP more GPUs do not help: each holds the whole model. Tried, but not enough: {names}."
     else:

@@ -12,7 +12,7 @@ from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import rules
-from finetune.measure.dry_run_report import duration
+from finetune.measure.dry_run_report import duration, print_longest_rows
 from finetune.measure.measurements import Measurement
 from finetune.runtime.command import print_line
 from finetune.runtime.machine.hardware import Hardware
@@ -68,6 +68,8 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
             what = "does not help in addition to the others"
         text = f"On one device {one['name']} is {one['factor']:.2f} times as fast ({' '.join(one['flags'])}); {what}."
         print_line(text)
+    if advice["longest_rows"] is not None:
+        print_longest_rows(advice["longest_rows"])
     shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
     columns = ["devices", "tokens/s", "whole run", "GiB/rank", "exposed", "efficiency", *(["cost"] if priced else [])]
     for column in columns:

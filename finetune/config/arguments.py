@@ -261,8 +261,13 @@ ARGUMENTS = (
         " restore_callback_states_from_checkpoint full_determinism dataloader_num_workers dataloader_pin_memory"
         " dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
         " dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers debug"
-        " skip_memory_metrics router_aux_loss_coef activation_offloading",
+        " skip_memory_metrics router_aux_loss_coef",
         passed=True,
+    ),
+    Argument(
+        "activation_offloading",
+        fixed=False, sets={True: ("training.gradient_checkpointing", "offload")}, kept=(False,),
+        remedy="use training.gradient_checkpointing: offload",
     ),
     # SFTTrainer.
     Argument("tokenizer", TRAINER, now="processing_class"),
@@ -378,7 +383,7 @@ SCRIPT_KEYS = {
     "logging.logging_steps": "logging_steps",
     "logging.report_to": "report_to",
     **dict.fromkeys(
-        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules"
+        "model.backend model.dtype model.tiled_mlp lora.r lora.lora_alpha lora.lora_dropout lora.target_modules"
         " lora.target_parameters lora.use_rslora training.global_batch_size training.resume_from_checkpoint"
         " training.resume_with_changes training.strategy logging.profile_steps logging.include_rows"
         " logging.lines".split(),

@@ -82,6 +82,7 @@ MANAGED_ARGUMENTS = {
         "trust_remote_code": "use model.trust_remote_code",
         "attn_implementation": "use model.attn_implementation",
         "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "unsloth_tiled_mlp": "use model.tiled_mlp, which computes the slices with the same kernels as whole MLPs",
         "random_state": "use training.seed, and lora.random_state for the adapter",
         "token use_auth_token": "keep tokens out of configurations: run `hf auth login`, or set the variable HF_TOKEN",
         "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",
@@ -155,6 +156,35 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
         yield ("model.loader_kwargs", other), f"load_in_16bit and {key} exclude each other. Keep one."
 
 
+OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
+AUTO, LOADED_AS = "auto", "unsloth"  # a model is loaded as the latter if the value is still to be found
+
+
+def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
+    """The values of training.gradient_checkpointing that a backend has, the cheapest in memory first. A sharded model
+    has those of the transformers backend."""
+    return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
+
+
+def activation_modes(backend: str) -> list[tuple[str | bool, bool]]:
+    """(training.gradient_checkpointing, model.tiled_mlp) of the ways to keep activations, from the one that computes
+    nothing again to the one that needs the least memory."""
+    kinds = checkpointing_kinds(backend)
+    return [*((kind, False) for kind in reversed(kinds)), (kinds[0], True)]
+
+
+def needs_transformers(config: Config) -> str | None:
+    """The setting that only the transformers backend has, which `model.backend: auto` then takes; None if there is
+    none."""
+    if config.training.strategy == "shard":
+        return "training.strategy: shard"
+    if config.training.context_parallel > 1:
+        return f"training.context_parallel: {config.training.context_parallel}"
+    kind = config.training.gradient_checkpointing
+    known = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    return None if known else f"training.gradient_checkpointing: {kind}"
+
+
 def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     """What only Unsloth's backend has."""
     if config.model.backend != "transformers":
@@ -168,7 +198,8 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     if config.training.gradient_checkpointing == "unsloth":
         yield (
             ("model.backend", "training.gradient_checkpointing"),
-            'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, or false.',
+            'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, offload to '
+            "keep layers' inputs in CPU memory, or false.",
         )
 
 
@@ -622,14 +653,29 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
 
 
 def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
-    """Arguments of the recomputation of activations."""
-    key = "training.gradient_checkpointing_kwargs"
+    """The kind of recomputation that the backend has, and its arguments."""
+    key, kind = "training.gradient_checkpointing_kwargs", config.training.gradient_checkpointing
     arguments = config.training.extra.get("gradient_checkpointing_kwargs") or {}
     for name in arguments:
-        if name not in CHECKPOINTING:
+        if name in (OFFLOAD, SELECTIVE):  # as transformers and TRL name them there
+            yield (key,), f"`{name}` cannot be set here: use training.gradient_checkpointing: {name}."
+        elif name not in CHECKPOINTING:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and arguments.get("debug"):
         yield (key,), "debug needs use_reentrant: false. Remove one of them."
+    if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, AUTO):
+        yield (
+            (key, "training.gradient_checkpointing"),
+            f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
+        )
+    found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
+    if config.model.backend == "unsloth" and not found:
+        other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
+        yield (
+            ("model.backend", "training.gradient_checkpointing"),
+            f'gradient_checkpointing "{kind}" needs the transformers backend. Set backend to transformers, or '
+            f"gradient_checkpointing to {other}.",
+        )
 
 
 def ranges(config: Config, given: frozenset[str]) -> Contradictions:
@@ -701,7 +747,8 @@ def sharding(config: Config, given: frozenset[str]) -> Contradictions:
     if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
         yield (
             ("training.strategy", "training.gradient_checkpointing"),
-            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to offload, true, selective or '
+            "false.",
         )
     if model.dtype == "float16":
         yield (

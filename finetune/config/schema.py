@@ -75,6 +75,7 @@ class ModelConfig:
     layer_kernels: Literal["auto", "torch", "liger"] = _setting(
         "auto", "Kernels of transformers' layers on a GPU: auto uses Liger's, if installed, where they were compared."
     )
+    tiled_mlp: bool = _setting(False, "Compute each MLP in slices of the sequence: long rows in less memory.")
     chat_template: str | None = _setting(
         None,
         "Jinja file, or chatml, chatml_tools, llama3, gemma, mistral or phi. null uses the tokenizer's own; none"
@@ -85,7 +86,7 @@ class ModelConfig:
         None, "Unsloth class that loads the model. null uses FastLanguageModel."
     )
     loader_kwargs: Values = _setting(
-        {}, "Further arguments for from_pretrained of the Unsloth class, such as {unsloth_tiled_mlp: true}."
+        {}, "Further arguments for from_pretrained of the Unsloth class, such as {offload_embedding: true}."
     )
 
 
@@ -242,8 +243,10 @@ class TrainingConfig:
         "random",
         "Order of the rows. group_by_length (without packing): steps of rows of similar length, which learn less well.",
     )
-    gradient_checkpointing: Literal["unsloth"] | bool = _setting(
-        "unsloth", "Recompute activations: unsloth (also offloads to CPU memory), true (standard) or false."
+    gradient_checkpointing: Literal["unsloth", "offload", "selective", "auto"] | bool = _setting(
+        "unsloth",
+        "Recompute activations: true, selective (all but attention), offload or unsloth (inputs in CPU memory), false."
+        " auto: the fastest that holds this job, measured.",
     )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
@@ -317,6 +320,11 @@ class TrainingConfig:
             "patience": self.early_stopping_patience,
             "threshold": self.early_stopping_threshold,
         }
+
+    @property
+    def leaves_activations_open(self) -> bool:
+        """Whether the run finds out how activations are kept."""
+        return self.gradient_checkpointing == "auto"
 
     @property
     def adam_in_full(self) -> bool:

@@ -104,7 +104,7 @@ def load_sharded(
         master_weights="float32",
         seed=args.seed,
         optim=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=bool(args.gradient_checkpointing),
+        gradient_checkpointing=False,  # the trainer turns it on
     )
     config = Config(model=known, lora=engine_lora_config(peft_config, model), training=training)
     if found := list(rules.sharding(config, frozenset())):

@@ -101,6 +101,11 @@ def _combinations(args: trl.SFTConfig, given: JsonObject) -> Iterator[str]:
             "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "
             "`padding_free`, which changes nothing in this trainer's results."
         )
+    if args.activation_offloading and not args.gradient_checkpointing:
+        yield (
+            "`activation_offloading=True` without `gradient_checkpointing`: what is moved to CPU memory here is what "
+            "checkpointing keeps. Set `gradient_checkpointing=True`, or remove `activation_offloading`."
+        )
     optim = str(getattr(args.optim, "value", args.optim))
     if (why := why_optimizer_unusable(optim, args.optim_target_modules)) is not None:
         yield f"`optim={optim!r}`: {why}"

@@ -26,7 +26,7 @@ from finetune.engine.session import building
 from finetune.engine.session.building import BuiltTrainer
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.errors import UserError
-from finetune.measure import micro_batch, scoring
+from finetune.measure import longest_row, micro_batch, scoring
 from finetune.runtime import startup
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import activity, distributed, interrupt
@@ -64,7 +64,7 @@ class ScriptRun(run.Door):
         self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
 
     def upper_floors(self) -> run.UpperFloors:
-        return run.UpperFloors(micro_batch=micro_batch, scoring=scoring, review=review)
+        return run.UpperFloors(longest_row=longest_row, micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         job, trainer, training = self._job, self._trainer, config.training

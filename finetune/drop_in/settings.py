@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, resolve_batch
 from finetune.config.arguments import FIXED, REFUSED, TAKEN
+from finetune.config.rules import OFFLOAD, SELECTIVE
 from finetune.config.schema import (
     SECTIONS,
     DataConfig,
@@ -18,6 +19,7 @@ from finetune.config.schema import (
 )
 from finetune.engine.monitoring import trackers
 from finetune.engine.optimizer.master_weights import FLOAT32, NONE, WeightPrecision, count_rounded
+from finetune.engine.training.recompute import Recomputation
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
@@ -101,7 +103,26 @@ def training_arguments(args: trl.SFTConfig, batch: Batch) -> trl.SFTConfig:
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
     args.ddp_timeout = timeout(args)
     args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: never torch's DataParallel
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # `recompute.apply` turns it on
+        if hasattr(args, name):
+            setattr(args, name, False)
+    args.gradient_checkpointing_kwargs = None
     return args
+
+
+def recomputation(args: trl.SFTConfig, model: Model, *, tiled_mlp: bool = False) -> Recomputation:
+    """Which activations are computed again: as the script sets it, or as it has loaded the model."""
+    given: Any = args.gradient_checkpointing_kwargs or {}
+    options = {name: value for name, value in given.items() if name not in (OFFLOAD, SELECTIVE)}
+    loaded = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    kind: str | bool = args.gradient_checkpointing or loaded
+    if kind is True and (args.activation_offloading or given.get(OFFLOAD)):
+        kind = OFFLOAD
+    elif kind is True and given.get(SELECTIVE):
+        kind = SELECTIVE
+    elif kind is True:
+        kind = getattr(model, "_unsloth_gradient_checkpointing", None) or True
+    return Recomputation(kind=kind, tiled_mlp=tiled_mlp, options=options)
 
 
 def timeout(args: trl.SFTConfig) -> int:
@@ -161,7 +182,7 @@ def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch,
         master_weights=weights_as_loaded(model).kind,  # type: ignore[arg-type]
         seed=args.seed,
         train_sampling_strategy=str(args.train_sampling_strategy),  # type: ignore[arg-type]
-        gradient_checkpointing=bool(args.gradient_checkpointing),
+        gradient_checkpointing=recomputation(args, model).kind,  # type: ignore[arg-type]
         save_steps=_interval(args, "save"),
         save_total_limit=args.save_total_limit,
         eval_steps=_interval(args, "eval"),

@@ -160,6 +160,7 @@ class SFTTrainer(engine.SFTTrainer):
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 peft_config=peft_config,
+                recomputation=settings.recomputation(given, loaded, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False)),
                 reduces_once=shard.reduces_once(self.job.config),
             )
         if self.job.layer_kernels.kernels == liger.LIGER:
@@ -212,7 +213,9 @@ class SFTTrainer(engine.SFTTrainer):
         is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
         training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
-        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.section("logging")))
+        model_config = replace(config.model, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False))
+        logging = replace(config.logging, **OVERRIDES.section("logging"))
+        return replace(config, model=model_config, training=training, logging=logging)
 
     def _check_rows(self, model: Model, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.

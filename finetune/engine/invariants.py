@@ -103,11 +103,11 @@ def loss_normalizer(trainer: Any) -> str:
 
 def is_checkpointing_reentrant(trainer: Any) -> bool:
     """Whether gradient checkpointing is reentrant, as Unsloth's own always is."""
-    if not trainer.args.gradient_checkpointing:
+    if not trainer.recomputation.kind:
         return False
     if trainer.stack.backend == "unsloth" and trainer.stack.device == "cuda":
         return True
-    return bool((trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
+    return bool(trainer.recomputation.options.get("use_reentrant", False))
 
 
 # --- checks: Facts of all ranks and the configured timeout -> what is wrong, or None ---------------------------------

@@ -27,7 +27,7 @@ from finetune.engine.session import (
     recording,
     report,
 )
-from finetune.engine.session.report import MicroBatch
+from finetune.engine.session.report import ActivationMode, MicroBatch
 from finetune.errors import RunError
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UpperFloors:
-    """What the story calls on the floors above: `finetune.measure.micro_batch` and `.scoring`, `finetune.review`."""
+    """What the story calls on the floors above: `finetune.measure.longest_row`, `.micro_batch` and `.scoring`, and
+    `finetune.review`."""
 
+    longest_row: ModuleType
     micro_batch: ModuleType
     scoring: ModuleType
     review: ModuleType
@@ -106,6 +108,19 @@ class Door(abc.ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Open:
+    """What may still be measured before the first step: how activations are kept, and the micro-batch."""
+
+    mode: ActivationMode
+    size: MicroBatch
+
+    @property
+    def searches(self) -> bool:
+        """Whether one of them is."""
+        return self.mode.searches or self.size.searches
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOutcome:
     """How a run ended: whether a signal stopped it, after a checkpoint; the run.json of a run that was finished
     already; and what the trainer returned."""
@@ -129,18 +144,21 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
         disk_checks.check_space(job.config, job.model)
         disk_checks.check_saving(job)
         upper = door.upper_floors()
+        mode = upper.longest_row.choose(job, start.activations)
+        job.config = mode.configuration(job.config)
         size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
         job.batch = job.batch.divided(size.per_device)
         door.take_folder(job, start)
         report.print_introduction(job, start)
+        report.print_activations(mode)
         with recording.record_run(record, job, start):
-            outcome = _train_recorded(door, job, record, start, size, upper)
+            outcome = _train_recorded(door, job, record, start, Open(mode=mode, size=size), upper)
         door.close(job, record, ended=not outcome.stopped)
         return outcome
 
 
 def _train_recorded(
-    door: Door, job: Job, record: RunRecord, start: StartPoint, size: MicroBatch, upper: UpperFloors
+    door: Door, job: Job, record: RunRecord, start: StartPoint, left: Open, upper: UpperFloors
 ) -> RunOutcome:
     """Evaluate, train, save and evaluate again."""
     from finetune.engine.monitoring import samples
@@ -148,10 +166,11 @@ def _train_recorded(
     output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
     pages = dashboard.dashboard_pages(job, record, questions, upper.review)
-    with door.trainer(job, start, pages) as built, built.logger, out_of_memory.explain_out_of_memory(job):
+    explained = out_of_memory.explain_out_of_memory(job, upper.longest_row.known_remedy)
+    with door.trainer(job, start, pages) as built, built.logger, explained:
         trainer, logger = built.trainer, built.logger
         checkpoint = building.prepare_resume(trainer, start, job.config.training.save_total_limit)
-        _begin(job, record, trainer, checkpoint, size, upper)
+        _begin(job, record, trainer, start, checkpoint, left, upper)
         before, answers_before = door.evaluate(job, built, questions, trained=False)
         startup.current().ended("evaluation")
         with interrupt.deferred():
@@ -178,28 +197,52 @@ def _train_recorded(
 
 
 def _begin(
-    job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: MicroBatch, upper: UpperFloors
+    job: Job,
+    record: RunRecord,
+    trainer: Any,
+    start: StartPoint,
+    checkpoint: str | None,
+    left: Open,
+    upper: UpperFloors,
 ) -> None:
-    """Check and record the trainer, and have it search for its micro-batch before the first step."""
+    """Check and record the trainer, and have it measure before the first step what is open."""
     recording.record_trainer(record, job, trainer, checkpoint)
-    record.update(micro_batch=size.to_dict())
+    _note(record, trainer, job, left)
     start_up = startup.current()
 
-    def find_size() -> None:
-        found = upper.micro_batch.search_before_first_step(job, trainer)
-        job.batch = job.batch.divided(found.per_device)
+    def measure() -> None:
+        found = left
+        if found.mode.searches:
+            mode = upper.longest_row.search_before_first_step(job, trainer)
+            job.config = mode.configuration(job.config)
+            report.print_activations(mode)
+            size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+            found = Open(mode=mode, size=size)
+        size = found.size
+        if size.searches:
+            size = upper.micro_batch.search_before_first_step(job, trainer)
+        job.batch = job.batch.divided(size.per_device)
         trainer.set_batch(job.batch)
-        report.print_micro_batch(job, found)
-        record.update(batch=vars(job.batch), micro_batch=found.to_dict())
+        if size.seconds:
+            report.print_micro_batch(job, size)
+        _note(record, trainer, job, Open(mode=found.mode, size=size))
+        record.update(batch=vars(job.batch), config=job.config.to_dict())
         recording.write_configuration(job, record.path.parent)
         start_up.ended("micro-batch")
 
     # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
-    searches = size.searches and trainer.model_wrapped is trainer.model
-    trainer.before_first_step = find_size if searches else None
+    searches = left.searches and trainer.model_wrapped is trainer.model
+    trainer.before_first_step = measure if searches else None
     if not searches:
         recording.write_configuration(job, record.path.parent)
     start_up.ended("trainer")
+
+
+def _note(record: RunRecord, trainer: Any, job: Job, found: Open) -> None:
+    """Note in run.json, and for checkpoints, what is known of what was open."""
+    activations = found.mode.to_dict()
+    trainer.manifest |= {"activations": activations}
+    record.update(micro_batch=found.size.to_dict(), activations=activations)
 
 
 def _record_results(job: Job, record: RunRecord, built: BuiltTrainer, upper: UpperFloors) -> None:

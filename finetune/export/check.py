@@ -251,6 +251,9 @@ def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
         if parameter.dtype == dtype and all(_is_wide(stored, part) for part in parts):
             # transformers rounds to nearest, which loses small updates
             _load(model, {part: _round_stochastically(stored[part].get_tensor(part), dtype, part) for part in parts})
+    stacked = [parameter for parameter in model.parameters() if parameter.ndim == 3]
+    if any(size * one.element_size() % 16 for one in stacked for size in one.shape[1:]):
+        model.set_experts_implementation("eager")  # one by one: grouped products take rows of whole 16 bytes
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
 

@@ -113,6 +113,8 @@ def check_options(options: argparse.Namespace) -> None:
     if options.dtype and form in ("adapter", "gguf"):
         instead = "--gguf-type" if form == "gguf" else "--to merged"
         raise UserError(f"--dtype is for merged models: got {form}. Remove it, or use {instead}.")
+    if options.shard_size and form in ("adapter", "gguf"):
+        raise UserError(f"--shard-size is for merged models: got {form}. Remove it, or use --to merged.")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())

@@ -22,6 +22,7 @@ from finetune.engine.job import Job
 from finetune.engine.session import out_of_memory
 from finetune.errors import RunError
 from finetune.measure import measurements, micro_batch, slices
+from finetune.measure.dry_run_modes import DoesNotFit, TrialModes
 from finetune.measure.dry_run_report import TrialResult
 from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
@@ -29,7 +30,6 @@ from finetune.measure.predict import predict
 from finetune.measure.trial import (
     ENOUGH,
     LIMIT_SECONDS,
-    WORST_STEPS,
     Trial,
     saved_bytes,
     saved_bytes_without_checkpointing,
@@ -45,26 +45,31 @@ if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
 
 
-def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
-    """Train on the longest rows and on typical ones, search for the largest micro-batch that fits, then save, zero,
-    reload and compare the weights.
+def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> TrialResult:
+    """Find the longest row that fits, train on the longest rows of the job and on typical ones, search for the largest
+    micro-batch that fits, then save, zero, reload and compare the weights.
 
     Raises:
         RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     trainer, logger = trial.trainer, trial.logger
     full, measured, results = "", None, JsonObject()
+    trainer.before_first_step = modes.measure
     try:
         with logger:
             trial.memory.reset()
             with out_of_memory.explain_out_of_memory(trial.job):
                 trainer.train()
-            if len(trial.steps) <= WORST_STEPS:
+            if len(trial.steps) < trial.least_steps:
                 raise RunError(_too_slow(trial))
-            measured, results = trial.measure(psutil.Process().create_time()), logger.results()
+            measured = trial.measure(psutil.Process().create_time() + modes.seconds)
+            results = logger.results()
             with out_of_memory.explain_out_of_memory(trial.job):
                 if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
+    except DoesNotFit as error:
+        facts = {"out_of_memory": True, "state_fits": True, "longest_rows": modes.to_dict()}
+        return TrialResult(go=False, reason=str(error), measured=facts | {"fits_with": modes.fits_with()})
     except RunError as error:
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
@@ -77,16 +82,22 @@ def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
             )
             facts = {"out_of_memory": True, "state_fits": False}
             return TrialResult(go=False, reason=f"{full} Tried: {reason}", measured=facts)
-        sizes = search_micro_batch(trial, world, start=None)
+        sizes = search_micro_batch(trial, world, modes, start=None)
+        reason = _too_large(full, sizes)
+        if trial.memory.limit_bytes is not None and not sizes.get("flag"):
+            reason = f"{full} {modes.remedy()}"
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
-        return TrialResult(go=False, reason=_too_large(full, sizes), measured=facts)
+        facts |= {"longest_rows": modes.to_dict(), "fits_with": modes.fits_with()}
+        return TrialResult(go=False, reason=reason, measured=facts)
+    if (own := modes.of(modes.choice.mode)) is not None:
+        modes.note_proof(own, measured.peak_memory_bytes)
     rows = trial.job.layout, trial.job.batch.per_device
     kept = saved_bytes(trainer, *rows) if slices.is_slice() else None
     all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
     saved = None
     if kept is None:  # slices are of no other run
         saved = measurements.save(measured)  # before the search, which may end badly
-    sizes = search_micro_batch(trial, world, start=trial.job.batch.per_device)
+    sizes = search_micro_batch(trial, world, modes, start=trial.job.batch.per_device)
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
@@ -96,6 +107,7 @@ def run_trial(trial: Trial, folder: Path, world: int) -> TrialResult:
         "micro_batches": micro_batch_times(trial),
         "projection": projection(measured, world),
         "micro_batch_search": sizes,
+        "longest_rows": modes.to_dict(),
         "measurement": measured.to_dict(),
         "measurement_file": saved and str(saved),
         "saved_bytes": kept,
@@ -138,9 +150,9 @@ def time_limit(seconds: float, config: Config, folder: Path) -> Iterator[None]:
 
 def _too_slow(trial: Trial) -> str:
     return (
-        f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of {WORST_STEPS + ENOUGH} steps: too few "
-        "to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use "
-        "a GPU."
+        f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of {trial.worst_steps + ENOUGH} steps: "
+        "too few to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller "
+        "model, or use a GPU."
     )
 
 
@@ -189,18 +201,21 @@ def projection(measured: Measurement, world: int) -> JsonObject:
     }
 
 
-def search_micro_batch(trial: Trial, world: int, start: int | None) -> JsonObject:
-    """Search for the largest micro-batch that fits; `start` is a size that fits, None if the current one does not."""
+def search_micro_batch(trial: Trial, world: int, modes: TrialModes, start: int | None) -> JsonObject:
+    """Search for the largest micro-batch that fits; `start` is a size that fits, None if the current one does not. No
+    size is tried that is predicted not to fit."""
     memory, job = trial.memory, trial.job
     if slices.is_slice():
         return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
     sizes = allowed = micro_batch.allowed_sizes(job, world)
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
+    sizes = [size for size in sizes if size == start or modes.may_fit(size)]
     if start is None:
         sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
-        return {"attempts": [], "reason": "the settings allow no other size"}
+        other = "the settings allow no other size" if sizes == allowed else "no other size is predicted to fit"
+        return {"attempts": [], "reason": other}
 
     def attempt(size: int) -> Attempt:
         with console().status(f"trying {counted(size, 'row')} per micro-batch"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from finetune.config import Config
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import strategy
+from finetune.measure.activations import Mode
 from finetune.measure.slices import Sharded
 from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import launch_lines, scripts
@@ -40,6 +42,8 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
             "few layers to measure slices of it. A sharded run needs less memory per GPU, and gathers weights.",
             style="yellow",
         )
+    if longest := outcome.measured.get("longest_rows"):
+        print_longest_rows(longest)
     if outcome.go:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):
@@ -84,6 +88,54 @@ def table(measured: JsonObject) -> Table:
     shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
     shown.add_row("saved and reloaded", "equal")
     return shown
+
+
+def print_longest_rows(found: JsonObject) -> None:
+    """The longest row that fits with each measured way to keep activations, and what the job's choice is."""
+    console().print(longest_rows_table(found["modes"], found["rows"], found["limit_gib"]))
+    for sentence in longest_rows_notes(found):
+        print_line(sentence)
+
+
+def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib: float) -> Table:
+    """A row for each way to keep activations.
+
+    Args:
+        rows: `activations.Rows` as JSON.
+    """
+    title = f"Longest row that fits, one row per micro-batch, in {limit_gib:.1f} GiB"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("gradient_checkpointing")
+    shown.add_column("tiled_mlp")
+    compared = next((one["points"][0]["tokens"] for one in modes if one["points"]), None)
+    speed = "tokens/s" if compared is None else f"tokens/s at {compared:,}"
+    for name in ("longest row", speed, f"GiB at {rows['most']:,}", "tokens/s, this job"):
+        shown.add_column(name, justify="right")
+    for one in modes:
+        settings = [str(one["mode"][name]).lower() for name in ("gradient_checkpointing", "tiled_mlp")]
+        if not one["points"]:
+            shown.add_row(*settings, "not measured: memory ran out", "-", "-", "-")
+            continue
+        longest = one["longest_row_tokens"]
+        peak = f"{one['predicted_peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ' (does not fit)'}"
+        speed = f"{one['predicted_tokens_per_second']:,.0f}" if one["fits"] else "-"
+        known = "any" if longest is None else f"{longest:,} tokens"
+        shown.add_row(*settings, known, f"{one['tokens_per_second']:,.0f}", peak, speed)
+    return shown
+
+
+def longest_rows_notes(found: JsonObject) -> list[str]:
+    """How the job keeps its activations if that was measured, and how right the prediction was."""
+    lines, proof = [], found.get("proof")
+    if found.get("line"):
+        lines.append(f"{found['line']}.")
+    if proof is not None and proof["error"] is not None:
+        predicted, measured = (proof[f"{name}_peak_bytes"] / 2**30 for name in ("predicted", "measured"))
+        lines.append(
+            f"Peak memory with {Mode(**proof['mode']).text} on {counted(proof['tokens'], 'token')}: {measured:.2f} GiB "
+            f"measured, {predicted:.2f} GiB predicted from shorter rows ({proof['error']:+.1%})."
+        )
+    return lines
 
 
 def notes(measured: JsonObject) -> list[str]:
@@ -149,6 +201,8 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
             "-" if longest is None else f"{longest:,}",
         )
     console().print(shown)
+    if result["longest_rows"] is not None:
+        print_longest_rows(result["longest_rows"])
     if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
         print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
     if result["go"]:
@@ -174,4 +228,4 @@ def launch_line(world: int) -> str:
 def training_arguments(arguments: list[str]) -> list[str]:
     """The arguments of a dry run without those that make it one."""
     given = without_option("--devices", without_json(arguments))
-    return [word for word in given if word not in ("--dry-run", "--dry_run")]
+    return [word for word in given if word not in ("--dry-run", "--dry_run", "--longest")]

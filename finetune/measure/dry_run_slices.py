@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config import Config, fixed_batch_arguments, resolve_batch
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import shard
 from finetune.errors import RunError
-from finetune.measure import dry_run_report, measurements, rules, sharding, slices, strategy, subprocess_dry_run
+from finetune.measure import (
+    activations,
+    dry_run_report,
+    measurements,
+    rules,
+    sharding,
+    slices,
+    strategy,
+    subprocess_dry_run,
+)
+from finetune.measure.activations import Measured, Rows
 from finetune.measure.measurements import Measurement
 from finetune.redact import redact_tree
 from finetune.runtime.command import DONE, FAILED, console, print_line
@@ -51,6 +63,8 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                     "training.global_batch_size": batch.global_batch_size,
                     "training.master_weights": config.training.master_weights,
                 }
+                if config.training.leaves_activations_open:  # a slice would take another
+                    changed["training.gradient_checkpointing"] = "true"
                 settings = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
                 reports.append(
                     subprocess_dry_run.run(
@@ -74,17 +88,46 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
-    result = sharded_result(found, tokens, world)
+    result = sharded_result(found, tokens, world, Longest.read(reports, cut, found))
     result["measurement_file"] = str(slices.save(found))
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
 
 
-def sharded_result(found: slices.Sharded, tokens: int, world: int) -> JsonObject:
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """Ways to keep activations in all layers of the model, of which `own` is the job's."""
+
+    modes: list[Measured]
+    rows: Rows
+    own: JsonObject
+
+    @classmethod
+    def read(cls, reports: Sequence[JsonObject], cut: tuple[int, int], found: slices.Sharded) -> Longest | None:
+        """From the dry runs of two slices; None if they ran without a limit of memory."""
+        longest = [one["longest_rows"] for one in reports]
+        if None in longest:
+            return None
+        few, more = ([Measured.from_dict(mode) for mode in one["modes"]] for one in longest)
+        modes = slices.whole_modes(few, more, cut, found)
+        return cls(modes=modes, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
+
+    def to_dict(self, room_bytes: float) -> JsonObject:
+        """The modes for the report, of a rank with so much room for a pass."""
+        return activations.to_dict(self.modes, self.rows, room_bytes) | {"own": self.own, "proof": None}
+
+    def own_longest(self, room_bytes: float) -> int | None:
+        """Tokens of the longest row that fits as the job keeps its activations."""
+        own = next((one for one in self.modes if vars(one.mode).items() <= self.own.items()), None)
+        return None if own is None or own.line is None else own.line.longest(room_bytes)
+
+
+def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Longest | None) -> JsonObject:
     """Figures by number of ranks on which the global batch divides, and whether `world` of them hold the model.
 
     Args:
         tokens: of the longest micro-batch.
+        longest: None on a device without a limit.
     """
     whole, gib = found.whole, 2**30
     device = whole.memory_bytes
@@ -107,7 +150,7 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int) -> JsonObject
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
                 "fits": limit is None or one.peak_memory_bytes <= limit,
-                "longest_row_tokens": slices.longest_document(found, tokens, limit, ranks),
+                "longest_row_tokens": longest and limit and longest.own_longest(slices.room(found, limit, ranks)),
             }
         )
     fitting = [row["world_size"] for row in rows if row["fits"]]
@@ -115,11 +158,17 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int) -> JsonObject
     if world not in fitting:
         where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} are not enough either"
         reason = f"the job does not fit on {world} GPUs; {where}"
-    activations = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
+    room = None if limit is None else slices.room(found, limit, world)
+    modes = None if longest is None or room is None else longest.to_dict(room)
+    if reason is not None and longest is not None and room is not None and room > 0:
+        settings = activations.remedy(longest.modes, longest.rows, room)
+        reason += "" if settings is None else f"; on {world} it is predicted to fit with {settings}"
+    kept = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {
         "go": reason is None,
         "reason": reason,
-        "sharded": {"rows": rows, "activation_gib": activations, "device_gib": device and device / gib},
+        "sharded": {"rows": rows, "activation_gib": kept, "device_gib": device and device / gib},
+        "longest_rows": modes,
         "longest_row_tokens": tokens // whole.per_device,
         "measurement": whole.to_dict(),
     }

@@ -262,6 +262,33 @@ def find_sizes(wanted: JsonObject) -> JsonObject | None:
         return None
 
 
+_OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
+
+
+def _modes_file(found: JsonObject) -> Path:
+    shared = {name: value for name, value in found.items() if name not in _OF_A_MODE}
+    return folder() / f"modes-{digest(shared)}.json"
+
+
+def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[JsonObject]) -> None:
+    """Write how a job's activations can be kept to the cache.
+
+    Args:
+        tried: `activations.Mode` as JSON, of all that were to be measured.
+        modes: `activations.Measured` as JSON, of those that the model can have.
+    """
+    write_json(_modes_file(found), {"kind": "activation modes", "tried": tried, "modes": modes})
+
+
+def find_modes(wanted: JsonObject) -> JsonObject | None:
+    """The last measurement of these modes for this job, at any batch; None without one."""
+    try:
+        content = json.loads(_modes_file(wanted).read_text(encoding="utf-8"))
+        return content if {"tried", "modes"} <= content.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
     """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
     path = folder() / f"job-{digest(wanted)}.json"

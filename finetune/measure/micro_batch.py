@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from finetune.data.layout import Layout
 from finetune.engine.job import Job
@@ -187,36 +188,50 @@ def longest_rows(layout: Layout, count: int) -> np.ndarray:
 
 
 def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory) -> Attempt:
-    """Run forward and backward on the longest rows PASSES times: the second while the gradients of the first are
-    held, as under accumulation, the last for its speed. Gradients are freed afterwards, even if memory ran out; the
-    generators of random numbers are put back."""
+    """Run PASSES on the longest rows, the last for its speed."""
     rows = longest_rows(layout, per_device)
     batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
+    passed = run_passes(trainer, batch, int(layout.label_tokens[rows].sum()), memory, PASSES)
+    if passed is None:
+        return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
+    fits = memory.limit_bytes is None or passed.peak_bytes <= memory.limit_bytes
+    speed = int(layout.tokens[rows].sum()) / passed.seconds
+    return Attempt(per_device=per_device, fits=fits, peak_bytes=passed.peak_bytes, tokens_per_second=speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What forward and backward passes on one micro-batch took: the most memory, and the seconds of the last."""
+
+    peak_bytes: float
+    seconds: float
+
+
+def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory: Memory, passes: int) -> Passes | None:
+    """Run forward and backward on a micro-batch `passes` times: from the second on while the gradients of the first are
+    held, as under accumulation. Gradients are freed afterwards, even if memory ran out; the generators of random
+    numbers are put back. Returns None if memory ran out."""
+    count = torch.tensor(max(label_tokens, 1), device=trainer.args.device)
     free_gradients(trainer)
     memory.reset()
-    seconds: list[float] = []
+    seconds = 0.0
     full = False
     model = trainer.model_wrapped
     assert model is not None  # as it is before `train`
     devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # dropout draws from them
         try:
-            for _ in range(PASSES):
+            for _ in range(passes):
                 _synchronize(trainer)
                 began = time.perf_counter()
                 trainer.training_step(model, dict(batch), count)
                 _synchronize(trainer)
-                seconds.append(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
         except torch.OutOfMemoryError:
             full = True
     peak = memory.peak_bytes()
     free_gradients(trainer)
-    if full:
-        return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
-    fits = memory.limit_bytes is None or peak <= memory.limit_bytes
-    speed = int(layout.tokens[rows].sum()) / seconds[-1]
-    return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
+    return None if full else Passes(peak_bytes=peak, seconds=seconds)
 
 
 def free_gradients(trainer: SFTTrainer) -> None:
@@ -362,8 +377,12 @@ def _trial_outweighs_gain(tried: Sequence[Attempt], job: Job, world: int, share:
 
 
 def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
-    """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients."""
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients.
+    Nothing once the optimizer has stepped."""
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        return 0.0
+    weights = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+    trained = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     needed = 0.0
     for parameter in trained:
@@ -371,5 +390,6 @@ def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
         known = state_bytes.optimizer_state_bytes(name, parameter.numel(), each)
         needed += parameter.numel() * state_bytes.state_bytes_per_weight(name, each) if known is None else known
     views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
-    buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
+    by_ddp = distributed.ranks().world_size > 1 and not trainer.sharded
+    buckets = sum(p.nbytes for p in trained) if by_ddp and not views else 0
     return needed + buckets

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.measure import measurements, sharding
+from finetune.measure.activations import Line, Measured, Point
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work
 from finetune.runtime.files import read_json, write_json
@@ -201,10 +202,7 @@ def from_slices(
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
-    weights = sizes.of_first(slices[1])
-    held = stored.kept(weights - sizes.outside, sizes.outside)
-    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
-        held += stored.gathered * weights
+    held = _held_by_a_slice(sizes.of_first(slices[1]), sizes, stored)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,
@@ -272,22 +270,47 @@ def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[flo
     return exposed, total
 
 
-def longest_document(measured: Sharded, tokens: int, memory_bytes: float | None, world_size: int) -> int | None:
-    """Tokens of the longest row that fits one of `world_size` devices, one row a micro-batch; None without a limit.
+# --- the longest row --------------------------------------------------------------------------------------------------
 
-    Activations grow with the tokens of a micro-batch: variable-length attention keeps nothing of [tokens, tokens].
 
-    Args:
-        tokens: of the micro-batch at which the peak was measured.
-    """
-    if memory_bytes is None:
-        return None
-    room = memory_bytes - measured.kept_bytes(world_size)
-    moments = measured.moments(world_size)
-    if max(other for other, _ in moments) > room:
-        return 0
-    longest = [(room - other) / grows * tokens for other, grows in moments if grows > 0]
-    return int(min(longest)) if longest else None
+def whole_modes(
+    few: Sequence[Measured], more: Sequence[Measured], slices: tuple[int, int], found: Sharded
+) -> list[Measured]:
+    """Ways to keep activations in all layers, from those of two slices: only what a pass needs besides weights,
+    gradients and optimizer state. What both slices could not run is left out."""
+    share = (found.layers - slices[0]) / (slices[1] - slices[0])
+    weights = found.sizes.of_first(slices[1])
+    held = _held_by_a_slice(weights, found.sizes, found.stored)
+    whole = []
+    for one, other in zip(few, more, strict=False):
+        if one.line is None or other.line is None:
+            continue
+        slope = max(one.line.bytes_per_token + share * (other.line.bytes_per_token - one.line.bytes_per_token), 0.0)
+        outside = max(other.line.fixed_bytes - held, 0.0)
+        line = Line(fixed_bytes=outside, bytes_per_token=slope)
+        points = []
+        for tokens in (point.tokens for point in other.points):
+            seconds, later = one.seconds(tokens, tokens**2), other.seconds(tokens, tokens**2)
+            seconds = max(seconds + share * (later - seconds), later)
+            points.append(Point(tokens=tokens, peak_bytes=line.peak_bytes(tokens), seconds=seconds))
+        whole.append(Measured(mode=one.mode, held_bytes=outside, points=tuple(points)))
+    return whole
+
+
+def _held_by_a_slice(weights: int, sizes: sharding.Sizes, stored: sharding.Storage) -> float:
+    """What training on one device holds of a slice, without activations."""
+    held = stored.kept(weights - sizes.outside, sizes.outside)
+    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
+        held += stored.gathered * weights
+    return held
+
+
+def room(found: Sharded, memory_bytes: float, world_size: int) -> float:
+    """Bytes that one of `world_size` ranks has for a pass; below zero if not even its part of the model fits."""
+    given = found.sizes, world_size, found.stored
+    if (left := memory_bytes - found.kept_bytes(world_size)) < sharding.bytes_reducing_the_root(*given):
+        return -1.0
+    return left - max(sharding.gathered_bytes(found.sizes, found.stored), sharding.bytes_reducing_a_layer(*given))
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ ENOUGH = 6  # typical steps that are always run and counted; WARM_UP more are sk
 BUDGET_SECONDS = 30.0  # after which the typical steps end early
 LIMIT_SECONDS = 300.0  # for all measuring: after it the dry run reports what it has
 EVALUATED_ROWS = 64  # longest held-out rows: enough to see that evaluation works, and what memory it needs
+EVALUATED_TOKENS = 2**18  # of them: one row if it is as long
+LONG_TOKENS = 2**16  # of a micro-batch, from which on a pass takes so long that one step on the longest rows is enough
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------
@@ -185,6 +187,8 @@ class Trial:
     memory: Memory
     budget: TimeBudget
     tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
+    worst_steps: int = WORST_STEPS
+    least_steps: int = WORST_STEPS + 1  # to predict from
 
     @cached_property
     def steps(self) -> list[dict[str, list[float]]]:
@@ -198,13 +202,16 @@ class Trial:
         Args:
             started: start of the process, in seconds since the Unix epoch.
         """
-        typical = after_warm_up(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
+        done = list(zip(self.tokens.tolist(), self.steps, strict=False))
+        typical = after_warm_up(done[self.worst_steps :]) or done
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical
             for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
         ]
         line = line_through(pairs)
+        if len(done) <= self.worst_steps:  # all are equally long
+            line = 0.0, median(seconds / size for size, seconds in pairs)
         residuals = without_outliers([seconds - line[0] - line[1] * size for size, seconds in pairs])
         residuals = [float(one) for one in np.array(residuals) - np.mean(residuals)]
         forwards = [seconds for _, step in typical for seconds in step["forward"]]
@@ -270,7 +277,8 @@ def optimizer_state_bytes(trainer: SFTTrainer) -> int:
 
 
 def _longest_of(layout: Layout) -> Layout:
-    return layout.take(longest_rows(layout, min(EVALUATED_ROWS, len(layout))))
+    count = min(EVALUATED_ROWS, EVALUATED_TOKENS // int(layout.tokens.max()), len(layout))
+    return layout.take(longest_rows(layout, max(count, 1)))
 
 
 def prepare(
@@ -284,9 +292,13 @@ def prepare(
     Args:
         build: builds it for a job that has these rows only.
     """
-    accumulation = min(2, job.batch.accumulation)  # two are enough to hold gradients while the next are computed
     per_device = job.batch.per_device
-    worst = np.tile(longest_rows(job.layout, per_device), (WORST_STEPS * accumulation, 1))
+    longest = longest_rows(job.layout, per_device)
+    is_long = int(micro_batch_tokens(longest, job.layout)) >= LONG_TOKENS
+    # Two are enough to hold gradients while the next are computed.
+    accumulation = 1 if is_long else min(2, job.batch.accumulation)
+    worst_steps = 1 if is_long else WORST_STEPS
+    worst = np.tile(longest, (worst_steps * accumulation, 1))
     micro_batches = np.concatenate([worst, typical_micro_batches(job, TYPICAL_STEPS * accumulation)])
     tokens = micro_batch_tokens(micro_batches, job.layout).reshape(-1, accumulation)
     training = replace(
@@ -299,9 +311,9 @@ def prepare(
     )
     held_out = job.eval_layout
     if isinstance(held_out, Mapping):
-        longest = {name: _longest_of(one) for name, one in held_out.items()}
+        evaluated = {name: _longest_of(one) for name, one in held_out.items()}
     else:
-        longest = None if held_out is None else _longest_of(held_out)
+        evaluated = None if held_out is None else _longest_of(held_out)
     # Losses are read once, at the end: logging costs a host-device sync, and most steps of a real run do not log.
     logging = replace(job.config.logging, logging_steps=len(tokens), profile_steps=0)
     fields: JsonObject = {name: getattr(job, name) for name in job.__dataclass_fields__}
@@ -309,13 +321,13 @@ def prepare(
         config=replace(job.config, training=training, logging=logging),
         batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
-        eval_layout=longest,
+        eval_layout=evaluated,
     )
     trial = TrialJob(**fields)
     built = build(trial, folder)
     trainer = built.trainer
     built.logger.monitor.keep_steps()
-    budget = TimeBudget(at_least=WORST_STEPS + ENOUGH)
+    budget = TimeBudget(at_least=1 if is_long else WORST_STEPS + ENOUGH)
     trainer.add_callback(budget)
     # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
@@ -326,4 +338,6 @@ def prepare(
         memory=memory or device_memory(job.stack.device),
         budget=budget,
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
+        worst_steps=worst_steps,
+        least_steps=1 if is_long else WORST_STEPS + 1,
     )

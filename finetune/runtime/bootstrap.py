@@ -223,13 +223,15 @@ def quiet_libraries(level: str | None) -> None:
 
 
 def leave_out_noise() -> None:
-    """Leave out the messages of `NOISE`, and a warning of torch that accelerate causes."""
+    """Leave out the messages of `NOISE`, a warning of torch that accelerate causes, and an untrue one of PEFT."""
     for name, message in NOISE.items():
         log = logging.getLogger(name)
         if not any(isinstance(one, _Without) for one in log.filters):
             log.addFilter(_Without(message))
     # accelerate gives DDP its former argument; the new one does not do what is meant (engine/training/trainer.py).
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    # PEFT writes this pattern itself for experts of transformers 4, applies it, and looks for it in the modules only.
+    warnings.filterwarnings("ignore", r"The following .*_pattern keys did not match .*gate_up_proj", RuntimeWarning)
 
 
 class _Without(logging.Filter):

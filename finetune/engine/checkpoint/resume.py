@@ -66,6 +66,12 @@ class StartPoint:
         batch = self.found.manifest.get("batch")
         return batch.get("per_device") if isinstance(batch, dict) else None
 
+    @property
+    def activations(self) -> JsonObject | None:
+        """How the run of the checkpoint kept its activations (`measure.longest_row.ModeChoice`); None without one."""
+        found = self.found.manifest.get("activations")
+        return found if isinstance(found, dict) else None
+
     def manifest(self, *, steps_per_epoch: int, total_steps: int) -> JsonObject:
         """The manifest fields of this run's checkpoints beside step, plan and files."""
         return {

@@ -33,7 +33,7 @@ FREE_EXTRA = frozenset(
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
     " logging_first_step log_level log_level_replica log_on_each_node include_num_input_tokens_seen skip_memory_metrics"
     " torch_empty_cache_steps ddp_bucket_cap_mb ddp_backend ddp_find_unused_parameters ddp_broadcast_buffers"
-    " gradient_checkpointing_kwargs activation_offloading save_only_model restore_callback_states_from_checkpoint"
+    " gradient_checkpointing_kwargs save_only_model restore_callback_states_from_checkpoint"
     " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm run_name project".split()
 )
 

@@ -157,7 +157,7 @@ class _Project(torch.autograd.Function):
         outputs, inner = group.forward(_rows(x), a, b)
         ctx.group, ctx.dtype = group, _dtype(factors)
         ctx.save_for_backward(x, inner, a, *b)
-        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
+        return tuple(_in_shape_of(x, y) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -182,7 +182,7 @@ class _Mlp(torch.autograd.Function):
         (y,) = last.outputs(h, last_inner, last_b)
         ctx.groups, ctx.dtype = (first, last), _dtype(factors)
         ctx.save_for_backward(x, gate, up, inner, last_inner, a, last_a, *b, *last_b)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return _in_shape_of(x, y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -203,6 +203,12 @@ class _Mlp(torch.autograd.Function):
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _in_shape_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows (n, out) of an x (..., k) as (..., out). Not a view: autograd refuses to change a view from inside a
+    function in place, as Llama 4 changes the output of its shared expert."""
+    return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
 
 
 def _dtype(factors: Tensors) -> torch.dtype | None:

@@ -19,16 +19,17 @@ MIN_SHARE = 0.9  # share of the linear weights, below which a run warns
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Stacked experts of one name that have an adapter."""
+    """Stacked experts of one name that have an adapter, or are trained in full."""
 
     experts: int  # of a layer
     layers: int
     parameters: int  # of all of them, without the adapter's own
-    rank: int  # of the adapter of each expert
+    rank: int  # of the adapter of each expert, the highest of all layers; 0 if they are trained in full
 
     @property
     def summary(self) -> str:
-        return f"{counted(self.experts, 'expert')} in {counted(self.layers, 'layer')} (rank {self.rank})"
+        how = f"rank {self.rank}" if self.rank else "in full"
+        return f"{counted(self.experts, 'expert')} in {counted(self.layers, 'layer')} ({how})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +37,18 @@ class Coverage:
     """How much of the linear layers an adapter trains, the output embedding and routers aside.
 
     share:      of their weights, from 0 to 1
-    experts:    the stacked experts with an adapter, by their names inside a layer
+    experts:    the stacked experts that are trained, by their names inside a layer
     layers:     the last two parts of the names of linear layers without an adapter, the largest first
     parameters: the same of weights that PEFT does not find by their names in `target_modules`: stacked experts, layers
                 named as their parts
+    unmatched:  the names of `target_parameters` that match no parameter, which PEFT ignores
     """
 
     share: float
     experts: dict[str, Experts]
     layers: tuple[str, ...]
     parameters: tuple[str, ...]
+    unmatched: tuple[str, ...]
 
     @property
     def summary(self) -> str:
@@ -55,7 +58,9 @@ class Coverage:
 
     @property
     def warning(self) -> str | None:
-        """What has no adapter and how to give it one; None if that is little."""
+        """What has no adapter and how to give it one; None if that is little and nothing was asked for in vain."""
+        if self.unmatched:
+            return f"target_parameters has names that match no parameter: {', '.join(self.unmatched)}. Correct them."
         if self.share >= MIN_SHARE:
             return None
         bare = [*self.layers, *self.parameters]
@@ -108,25 +113,36 @@ def coverage(model: Model) -> Coverage | None:
     reached = 0
     for one in weights:
         adapter = adapters.get((id(one.owner), one.name))
-        if adapter is not None and one.shape:
-            name = expert_targets.short_name(one.path)
-            rank = next(iter(adapter.r.values()))
-            before = experts.get(name, Experts(experts=one.shape[0], layers=0, parameters=0, rank=rank))
-            experts[name] = replace(before, layers=before.layers + 1, parameters=before.parameters + one.size)
         if adapter is not None or one.trains:
             reached += one.size
+            if one.shape:
+                name = expert_targets.short_name(one.path)
+                rank = 0 if adapter is None else next(iter(adapter.r.values()))
+                old = experts.get(name, Experts(experts=one.shape[0], layers=0, parameters=0, rank=rank))
+                parameters = old.parameters + one.size
+                experts[name] = replace(old, layers=old.layers + 1, parameters=parameters, rank=max(old.rank, rank))
             continue
         as_parameter = stacked and not one.shape and one.path.rpartition(".")[2] in expert_targets.EXPERT_NAMES
         name = f"{one.short}.weight" if as_parameter else one.short
         bare[name] = bare.get(name, 0) + one.size
     largest = sorted(bare, key=lambda name: -bare[name])
-    parameters = tuple(name for name in largest if name in stacked or name.endswith(".weight"))
+    bare_parameters = tuple(name for name in largest if name in stacked or name.endswith(".weight"))
     return Coverage(
         share=reached / (sum(one.size for one in weights) or 1),
         experts=experts,
-        layers=tuple(name for name in largest if name not in parameters),
-        parameters=parameters,
+        layers=tuple(name for name in largest if name not in bare_parameters),
+        parameters=bare_parameters,
+        unmatched=tuple(_unmatched(model)),
     )
+
+
+def _unmatched(model: Model) -> Iterator[str]:
+    """The names of `target_parameters` that no adapter of a parameter is for."""
+    names = expert_targets.adapted_names(model)
+    for config in getattr(model, "peft_config", {}).values():
+        for target in getattr(config, "target_parameters", None) or ():
+            if not any(map(expert_targets.matches([target]), names)):
+                yield target
 
 
 def unquantized_experts(model: Model) -> str | None:

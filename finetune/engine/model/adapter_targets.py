@@ -10,6 +10,7 @@ import torch
 
 from finetune.config import Config
 from finetune.engine.model import expert_targets
+from finetune.engine.model.load_errors import explain_adapter_error
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
@@ -28,7 +29,35 @@ def check(model: Model, config: Config, targets: Sequence[str] | str | None, bac
     if isinstance(targets, list) and "all-linear" in targets:
         raise UserError("lora.target_modules has `all-linear` in a list. Give it alone, as a string: all-linear.")
     _check_names(model, config, targets, backend)
+    with explain_adapter_error(config):
+        _check_excluded(model, config.lora.adapter_kwargs.get("exclude_modules") or ())
     expert_targets.resolve(model, config, targets)
+
+
+def check_patterns(model: Model, config: Config) -> None:
+    """Check that each pattern for a rank or an alpha matches a weight of a model with its new adapter. PEFT ignores one
+    that matches none, and says so of those that match stacked experts.
+
+    Raises:
+        UserError: one does not.
+    """
+    names = expert_targets.adapted_names(model)
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for key in config.lora.adapter_kwargs.get(setting) or ():
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches it
+                raise UserError(
+                    _missing_message(f"{setting} of lora.adapter_kwargs", [key], names, "layer with an adapter")
+                )
+
+
+def _check_excluded(model: Model, excluded: Sequence[str] | str) -> None:
+    """Check that `exclude_modules`, a list of endings or a regular expression, matches modules or stacked experts."""
+    names = [name for name, _ in model.named_modules() if name]
+    for one in [excluded] if isinstance(excluded, str) else excluded:
+        given = one if isinstance(excluded, str) else [one]
+        experts = any(expert_targets.names_stacked(path, given) for path in expert_targets.stacked_weights(model))
+        if not experts and not any(map(expert_targets.matches(given), names)):
+            raise UserError(_missing_message("exclude_modules of lora.adapter_kwargs", [one], names))
 
 
 def _check_names(model: Model, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
@@ -120,10 +149,10 @@ def _matches(target: str, names: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
-def _missing_message(key: str, targets: list[str], names: list[str]) -> str:
+def _missing_message(key: str, targets: list[str], names: list[str], what: str = "module of the model") -> str:
     """The message, with the last parts of the model's module names, most similar first."""
     known = list(dict.fromkeys(part for part in (name.rpartition(".")[2] for name in names) if not part.isdigit()))
     near = {target: get_close_matches(target, known, n=len(known) or 1, cutoff=0.5) for target in targets}
     listed = list(dict.fromkeys([*(name for found in near.values() for name in found), *known]))[:20]
     shown = [f"`{target}`{f' (nearest is {found[0]})' if found else ''}" for target, found in near.items()]
-    return f"{key} matches no module of the model: {', '.join(shown)}. The model has {', '.join(listed)}."
+    return f"{key} matches no {what}: {', '.join(shown)}. The model has {', '.join(listed)}."

@@ -23,10 +23,12 @@ def add_adapter(model: Any, config: Config) -> Any:
 
     transposed: JsonObject = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
     with explain_adapter_error(config):
-        return get_peft_model(
+        model = get_peft_model(
             model,
             LoraConfig(task_type="CAUSAL_LM", **(transposed | adapter_arguments(model, config))),
         )
+    adapter_targets.check_patterns(model, config)
+    return model
 
 
 def adapter_arguments(model: Any, config: Config) -> JsonObject:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from difflib import get_close_matches
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +60,18 @@ def routers(model: Model) -> dict[int, torch.nn.Module]:
     return declared | {id(module): module for module in model.modules() if type(module).__name__.endswith("Router")}
 
 
+def adapted_names(model: Model) -> list[str]:
+    """The full names of the layers and parameters that have an adapter, as PEFT matches them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            parts = [*path.split("."), getattr(module, "parameter_name", "base_layer")]
+            found.append(".".join(part for part in parts if part != "base_layer"))
+    return found
+
+
 def short_name(path: str) -> str:
     """The name of a parameter inside its layer: `mlp.experts.gate_up_proj`."""
     parts = [part for part in path.split(".") if part != "base_layer"]
@@ -78,7 +91,7 @@ def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -
     """
     lora = config.lora
     stacked = stacked_weights(model)
-    given = None if lora.target_parameters is None else _given_parameters(model, stacked, lora.target_parameters)
+    given = None if lora.target_parameters is None else _given_parameters(model, stacked, config)
     if not stacked or targets is None or "target_modules" in lora.adapter_kwargs:  # the last: PEFT's meaning of them
         found = {"target_modules": targets}
         return found if given is None else found | {"target_parameters": given}
@@ -87,15 +100,23 @@ def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -
     names = _selected_modules(model, modules, targets, choosing)
     parameters = given
     if parameters is None:
-        chosen = [path for path in stacked if _is_selected(path, targets) and not _is_left_out(path, config)]
+        excluded = lora.adapter_kwargs.get("exclude_modules") or ()
+        chosen = [
+            path
+            for path in stacked
+            if _is_selected(path, targets, "lora.target_modules")
+            and not _is_selected(path, excluded, "exclude_modules of lora.adapter_kwargs")
+        ]
         if targets != "all-linear":
-            named = [path for path, module in modules.items() if id(module) in choosing and _matches(targets)(path)]
+            named = [path for path, module in modules.items() if id(module) in choosing and matches(targets)(path)]
             chosen += [f"{path}.weight" for path in named if path not in names]
+        chosen = [path for path in chosen if not _is_left_out((path, path.rpartition(".")[0]), config)]
         parameters = _endings(chosen, (name for name, _ in model.named_parameters()), least=3)
     if parameters:
         _check_options(config, parameters)
     by_place = [path for path in names if path.rpartition(".")[2] in EXPERT_NAMES]
     by_name = [path for path in names if path not in set(by_place)]
+    by_place = [path for path in by_place if not _is_left_out((path,), config)]
     found = _endings(by_name, modules, least=1) + _endings(by_place, modules, least=2)
     return {"target_modules": found, "target_parameters": parameters}
 
@@ -107,7 +128,7 @@ def names_stacked(path: str, targets: Sequence[str] | str) -> bool:
     return any(_is_named(path, name, targets) for name in names)
 
 
-def _matches(targets: Sequence[str] | str) -> Callable[[str], bool]:
+def matches(targets: Sequence[str] | str) -> Callable[[str], bool]:
     """Whether a name is selected as PEFT selects modules: by a list of endings, or a regular expression."""
     if isinstance(targets, str):
         pattern = re.compile(targets)
@@ -118,12 +139,15 @@ def _matches(targets: Sequence[str] | str) -> Callable[[str], bool]:
 def _is_named(path: str, name: str, targets: Sequence[str] | str) -> bool:
     """Whether a name in the place of a stacked weight is selected. A regular expression may name each expert, as
     transformers 4 does."""
-    matches, place = _matches(targets), path.rpartition(".")[0]
-    return matches(f"{place}.{name}") or isinstance(targets, str) and matches(f"{place}.0.{name}")
+    is_selected, place = matches(targets), path.rpartition(".")[0]
+    return is_selected(f"{place}.{name}") or isinstance(targets, str) and is_selected(f"{place}.0.{name}")
 
 
-def _is_selected(path: str, targets: Sequence[str] | str) -> bool:
+def _is_selected(path: str, targets: Sequence[str] | str, key: str) -> bool:
     """Whether all that a stacked weight holds is selected.
+
+    Args:
+        key: the setting that has these targets.
 
     Raises:
         UserError: a part of it is.
@@ -138,25 +162,27 @@ def _is_selected(path: str, targets: Sequence[str] | str) -> bool:
         if found:
             lacks = ", ".join(name for name in names if name not in found)
             raise UserError(
-                f"lora.target_modules names {', '.join(found)} without {lacks}, but the experts of this model hold "
+                f"{key} names {', '.join(found)} without {lacks}, but the experts of this model hold "
                 f"them in one weight, {short_name(path)}. Name both, or give the experts' weights in "
                 "lora.target_parameters ([] for none)."
             )
     return False
 
 
-def _is_left_out(path: str, config: Config) -> bool:
-    """Whether PEFT leaves out the module of a stacked weight: by `exclude_modules`, `layers_to_transform`, or because
-    it is trained in full."""
-    arguments = config.lora.adapter_kwargs
-    module = path.rpartition(".")[0]
-    if (excluded := arguments.get("exclude_modules")) and any(map(_matches(excluded), (path, module))):
-        return True
-    if any(f".{name}." in f".{module}." for name in config.lora.modules_to_save or ()):
-        return True
-    layers = arguments.get("layers_to_transform")
-    layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
-    return layers is not None and layer not in ([layers] if isinstance(layers, int) else layers)
+def _is_left_out(names: Sequence[str], config: Config) -> bool:
+    """Whether PEFT would leave out a layer of one of these names: by `exclude_modules`, `layers_to_transform`, or
+    because it is trained in full. Parameters it does not leave out."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    kept = ("exclude_modules", "layers_to_transform", "layers_pattern")
+    rules = SimpleNamespace(
+        modules_to_save=config.lora.modules_to_save, **{one: config.lora.adapter_kwargs.get(one) for one in kept}
+    )
+    for name in names:
+        rules.target_modules = [name.rpartition(".")[2]]
+        if not check_target_module_exists(rules, name):
+            return True
+    return False
 
 
 def _selected_modules(
@@ -173,8 +199,8 @@ def _selected_modules(
             if isinstance(module, linear) and module is not head and id(module) not in choosing
         ]
     kinds = (*linear, torch.nn.Embedding, torch.nn.MultiheadAttention, torch.nn.modules.conv._ConvNd)
-    matches = _matches(targets)
-    return [path for path, module in modules.items() if path and matches(path) and isinstance(module, kinds)]
+    is_selected = matches(targets)
+    return [path for path, module in modules.items() if path and is_selected(path) and isinstance(module, kinds)]
 
 
 def _endings(chosen: list[str], all_names: Iterable[str], *, least: int) -> list[str]:
@@ -187,18 +213,20 @@ def _endings(chosen: list[str], all_names: Iterable[str], *, least: int) -> list
         tails = [".".join(parts[-count:]) for count in range(min(least, len(parts)), len(parts) + 1)]
         for tail in tails:
             if tail not in selects_more:
-                selects_more[tail] = any(map(_matches([tail]), others))
+                selects_more[tail] = any(map(matches([tail]), others))
         found[next((tail for tail in tails if not selects_more[tail]), path)] = None
     return list(found)
 
 
-def _given_parameters(model: Model, stacked: Iterable[str], names: list[str]) -> list[str]:
-    """The names of `lora.target_parameters`, each of which is that of stacked experts, or of a router's weight."""
-    stacked = list(stacked)
+def _given_parameters(model: Model, stacked: Iterable[str], config: Config) -> list[str]:
+    """The names of `lora.target_parameters`, each of which is that of stacked experts, or of a router's weight. Longer
+    ones if they match parameters of layers that are left out."""
+    stacked, names = list(stacked), config.lora.target_parameters or []
+    chosen: list[str] = []
     parameters = dict(model.named_parameters())
     choosing = {id(module.weight) for module in routers(model).values() if hasattr(module, "weight")}
     for name in names:
-        found = {path: one for path, one in parameters.items() if _matches([name])(path)}
+        found = {path: one for path, one in parameters.items() if matches([name])(path)}
         if not found:
             known = list(dict.fromkeys(map(short_name, stacked)))
             near = get_close_matches(name, known, n=1, cutoff=0.5)
@@ -220,7 +248,12 @@ def _given_parameters(model: Model, stacked: Iterable[str], names: list[str]) ->
                         "Remove it."
                     )
                 )
-    return list(names)
+        chosen += (path for path in found if path not in chosen)
+    kept = [path for path in chosen if not _is_left_out((path, path.rpartition(".")[0]), config)]
+    if chosen and not kept:
+        why = "lora.adapter_kwargs or lora.modules_to_save leaves out all of lora.target_parameters"
+        raise UserError(f"{why}: {', '.join(names)}. Remove one of them.")
+    return list(names) if len(kept) == len(chosen) else _endings(kept, parameters, least=3)
 
 
 def _check_options(config: Config, parameters: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,9 +110,12 @@ def explain_unknown_argument(config: Config) -> Iterator[None]:
 @contextlib.contextmanager
 def explain_adapter_error(config: Config) -> Iterator[None]:
     """Name the configuration keys if PEFT cannot make the adapter. An argument that is unknown has an error of its own
-    (`_explain_unknown_argument`)."""
+    (`_explain_unknown_argument`). Two warnings of PEFT are untrue of stacked experts; `adapter_targets` checks both."""
     try:
-        yield
+        with warnings.catch_warnings():
+            for text in ("The following (rank|alpha)_pattern keys did not match", "You have passed exclude_modules"):
+                warnings.filterwarnings("ignore", text)
+            yield
     except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError, re.error) as error:
         message = " ".join(str(error).split())
         if any(f"unexpected keyword argument '{name}'" in message for name in config.lora.adapter_kwargs):

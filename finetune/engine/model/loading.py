@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
+from finetune.config.rules import LOADED_AS
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
 from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
@@ -78,6 +79,9 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
             f"{bits}-bit kernels (backend {stack.backend}, device {stack.device}). Set it to false."
         )
     model.config.use_cache = False
+    if stack.backend == "unsloth" and config.training.leaves_activations_open:
+        # For `recompute.apply`, which else takes the model to be loaded with the kind that it is given.
+        model.recomputes = LOADED_AS  # type: ignore[attr-defined]
     return model
 
 
@@ -93,7 +97,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     import unsloth
 
     loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
-    checkpointing = config.training.gradient_checkpointing
+    checkpointing = LOADED_AS if config.training.leaves_activations_open else config.training.gradient_checkpointing
     dtype = resolve_dtype(config, stack)
     stored, on_gpu = master_weights.stored_dtype(config, dtype), stack.device != "cpu"
     model, _ = loader.from_pretrained(
@@ -116,12 +120,14 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
         return model
     adapter_targets.check(model, config, adapter_target_modules(config), "unsloth")
     with explain_adapter_error(config):
-        return loader.get_peft_model(
+        model = loader.get_peft_model(
             model,
             use_gradient_checkpointing=checkpointing,
             random_state=adapter_seed(config),
             **adapter_arguments(model, config),
         )
+    adapter_targets.check_patterns(model, config)
+    return model
 
 
 def _load_transformers(
@@ -150,11 +156,8 @@ def _load_transformers(
         )
     if config.model.full_finetuning:
         return model
-    checkpointing = bool(config.training.gradient_checkpointing)
     if quantization is not None:
         _prepare_quantized(model)
-    elif checkpointing:
-        model.enable_input_require_grads()
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     adapter_targets.check(model, config, adapter_target_modules(config), "transformers")

@@ -51,6 +51,7 @@ def build_trainer(
     from finetune.engine.model.load_arguments import resolve_dtype
     from finetune.engine.monitoring import callbacks, trackers
     from finetune.engine.sharding import shard
+    from finetune.engine.training import recompute
     from finetune.engine.training.arguments import training_arguments
     from finetune.engine.training.trainer import SFTTrainer
 
@@ -83,6 +84,7 @@ def build_trainer(
             *reports,
             *own,
         ],
+        recomputation=recompute.configured(config),
         reduces_once=shard.reduces_once(config),
         weights=job.master_weights.kind,
         context=job.context,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.config import Batch, Config
 from finetune.config.data_sources import evaluation_sources, training_sources
+from finetune.config.rules import needs_transformers
 from finetune.data import sources
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import config_checks
@@ -78,10 +79,8 @@ def open_session(
     """
     # The transformers backend is the one that is proven on sharded models and shared rows.
     backend, setting = config.model.backend, "model.backend"
-    if config.training.strategy == "shard" and backend == "auto":
-        backend, setting = "transformers", "training.strategy: shard"
-    elif config.training.context_parallel > 1 and backend == "auto":
-        backend, setting = "transformers", f"training.context_parallel: {config.training.context_parallel}"
+    if backend == "auto" and (reason := needs_transformers(config)) is not None:
+        backend, setting = "transformers", reason
     with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from finetune.config.rules import STOCHASTIC_OPTIMIZERS
+from finetune.config.rules import STOCHASTIC_OPTIMIZERS, activation_modes
 from finetune.errors import RunError
 from finetune.runtime.machine.hardware import out_of_memory_details
 from finetune.text import counted
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(job: Job) -> Iterator[None]:
-    """Turn an out-of-memory error of the GPU into a RunError that names the settings to change."""
+def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None = None) -> Iterator[None]:
+    """Turn an out-of-memory error of the GPU into a RunError that names the settings to change.
+
+    Args:
+        measured: gives the settings that were measured to hold the job, if there are any.
+    """
     import torch
 
     try:
@@ -33,8 +37,9 @@ def explain_out_of_memory(job: Job) -> Iterator[None]:
         model, training = job.config.model, job.config.training
         longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
         sharded = training.strategy == "shard"
-        kind, optimizer = ("true", "adamw_torch_8bit") if sharded else ("unsloth", "adamw_8bit")
-        alternatives = [] if training.gradient_checkpointing else [f"training.gradient_checkpointing: {kind}"]
+        optimizer = "adamw_torch_8bit" if sharded else "adamw_8bit"
+        alternatives = [_activations(job)] if (known := measured and measured(job)) is None else [known]
+        alternatives = [one for one in alternatives if one]
         if model.full_finetuning:
             if training.master_weights == "float32" and training.optim in STOCHASTIC_OPTIMIZERS:
                 alternatives.append("training.master_weights: stochastic")
@@ -49,3 +54,12 @@ def explain_out_of_memory(job: Job) -> Iterator[None]:
             f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
             f"({out_of_memory_details(error)})"
         ) from error
+
+
+def _activations(job: Job) -> str:
+    """The settings that keep the fewest activations on the GPU; empty if the job has them."""
+    training, backend = job.config.training, job.stack.backend
+    kind, _ = activation_modes(backend)[-1]
+    given = True if training.gradient_checkpointing == "unsloth" != backend else training.gradient_checkpointing
+    found = [f"training.gradient_checkpointing: {kind}"] if given != kind else []
+    return " and ".join([*found, *([] if job.config.model.tiled_mlp else ["model.tiled_mlp: true"])])

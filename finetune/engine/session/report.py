@@ -30,6 +30,19 @@ class MicroBatch(Protocol):
     def to_dict(self) -> JsonObject: ...
 
 
+class ActivationMode(Protocol):
+    """The choice of how activations are kept (`finetune.measure.longest_row.ModeChoice`)."""
+
+    searches: bool  # before the first step
+
+    @property
+    def line(self) -> str | None: ...
+
+    def configuration(self, config: Config) -> Config: ...
+
+    def to_dict(self) -> JsonObject: ...
+
+
 def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
@@ -38,6 +51,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
     from finetune.engine.session import recording
+    from finetune.engine.training import recompute
 
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")
@@ -82,6 +96,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
+    if (kept := recompute.configured(config).summary(job.stack)) is not None:
+        print_line(kept)
     if (experts := recording.experts_of(job)) is not None:
         whose = liger.backend_kernels(job.stack) if experts["grouped"] < experts["layers"] else "this package's"
         print_line(f"Kernels of the experts: {whose}")
@@ -119,6 +135,12 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
         f"({size.seconds:.1f} s)"
     )
+
+
+def print_activations(mode: ActivationMode) -> None:
+    """Print how activations are kept, if the configuration leaves it open and it is known."""
+    if mode.line is not None:
+        print_line(mode.line)
 
 
 def _missing_exports(job: Job) -> str | None:

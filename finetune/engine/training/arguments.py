@@ -28,7 +28,6 @@ def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: 
     """TRL's training arguments for a resolved configuration."""
     training = config.training
     dtype = resolve_dtype(config, stack)
-    checkpointing = bool(training.gradient_checkpointing)
     tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
     settings: JsonObject = dict(
         output_dir=training.output_dir,
@@ -47,7 +46,7 @@ def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: 
         bf16=dtype == torch.bfloat16 and (stack.device == "cuda" or training.master_weights == master_weights.FLOAT32),
         fp16=stack.device == "cuda" and dtype == torch.float16,
         use_cpu=stack.device == "cpu",
-        gradient_checkpointing=checkpointing,
+        gradient_checkpointing=False,  # `recompute.apply` turns it on
         save_strategy="steps" if training.save_steps or tracks_best else "no",
         save_steps=training.save_steps or NEVER,
         eval_strategy="steps" if evaluate and training.eval_steps else "no",
@@ -61,10 +60,7 @@ def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: 
     )
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name
-    settings |= training.extra
-    if checkpointing:  # the reentrant kind, torch's default, fails under DDP
-        further = training.extra.get("gradient_checkpointing_kwargs") or {}
-        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False} | further
+    settings |= {key: value for key, value in training.extra.items() if key != "gradient_checkpointing_kwargs"}
     settings |= FIXED | {"report_to": "none"}
     args = trl.SFTConfig(**current_field_names(settings))
     if tracks_best:
@@ -86,10 +82,6 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
         args = training_arguments(config, stack, batch, evaluate=bool(training.eval_steps))
         if args.torch_compile:
             check_compiler(args)
-        if args.activation_offloading and stack.device == "cpu":
-            raise UserError(
-                "training.activation_offloading moves activations off the GPU, and there is none. Remove it."
-            )
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
         if not training.optim.startswith(_NEEDS_MODEL):

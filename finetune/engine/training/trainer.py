@@ -41,7 +41,7 @@ from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard
-from finetune.engine.training import evaluation, state_files
+from finetune.engine.training import evaluation, recompute, state_files
 from finetune.engine.training.batches import (
     PlanLoader,
     eval_datasets,
@@ -52,6 +52,7 @@ from finetune.engine.training.batches import (
 )
 from finetune.engine.training.ddp_buckets import DdpBuckets
 from finetune.engine.training.loss import StepStatistics, has_fused_head, loss_from_mean, loss_of_part
+from finetune.engine.training.recompute import EVERYTHING_KEPT, Recomputation
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.engine.training.state_files import explain_load_error
 from finetune.errors import RunError, UserError
@@ -92,6 +93,7 @@ class SFTTrainer(trl.SFTTrainer):
         layout: Layout,
         eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
+        recomputation: Recomputation = EVERYTHING_KEPT,
         reduces_once: bool | None = None,
         weights: str = master_weights.FLOAT32,
         saved_dtype: torch.dtype | None = None,
@@ -101,6 +103,8 @@ class SFTTrainer(trl.SFTTrainer):
         """
         Args:
             args: as `managed` returns them.
+            recomputation: which activations are computed again in the backward pass; can be set again between steps by
+                `set_recomputation`.
             reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last
                 pass only. None for other runs.
             eval_layout: the held-out rows, or several sets of them by name.
@@ -122,6 +126,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.sharded = shard.is_sharded(model)
         if stack.device == "cpu":
             keep_4bit_layout(model)
+        self.recomputation = recomputation
         self.reduces_once = reduces_once
         self.weights = weights
         self.saved_dtype = saved_dtype
@@ -299,6 +304,15 @@ class SFTTrainer(trl.SFTTrainer):
         self.args.per_device_train_batch_size = self._train_batch_size = batch.per_device
         self.args.gradient_accumulation_steps = batch.accumulation
 
+    def set_recomputation(self, recomputation: Recomputation) -> None:
+        """Compute other activations again in the backward pass, from the next forward pass on. The result is the same.
+
+        Raises:
+            UserError: the backend or the model cannot do it.
+        """
+        recompute.apply(self.model, recomputation, self.stack)
+        self.recomputation = recomputation
+
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def compute_loss(  # type: ignore[override]
@@ -346,22 +360,20 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> Any:
         """`compute_loss`, without the gradient of a term that is no sum over supervised tokens."""
         loss: Any
-        shared, on_gpu = self.context.size > 1, self.stack.device == "cuda"
-        fused = self.stack.backend == "transformers" and on_gpu and self._has_fused_head
-        if shared and not fused:
-            loss, outputs = loss_of_part(model, inputs, num_items_in_batch)
-            self._note_tokens(outputs, inputs)
-            loss = loss * self._scale()
-        elif not shared and not self.model_accepts_loss_kwargs:
-            loss = loss_from_mean(model, inputs, num_items_in_batch) * self._scale()
-        elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
-            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
-        elif fused:
-            # TRL's fused head computes token losses without keeping the logits. TRL's own compute_loss around it syncs
-            # with the GPU several times per step, to average metrics.
+        if self.stack.backend == "transformers" and self.stack.device == "cuda" and self._has_fused_head:
+            # TRL's fused head computes token losses without keeping the logits, also for a model whose own loss ignores
+            # the count. TRL's own compute_loss around it syncs with the GPU several times per step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
             self._note_tokens(outputs, inputs)
             loss = -outputs.log_probs.sum() / num_items_in_batch * self._scale()
+        elif self.context.size > 1:
+            loss, outputs = loss_of_part(model, inputs, num_items_in_batch)
+            self._note_tokens(outputs, inputs)
+            loss = loss * self._scale()
+        elif not self.model_accepts_loss_kwargs:
+            loss = loss_from_mean(model, inputs, num_items_in_batch) * self._scale()
+        elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
         else:
             # TRL's fused head needs Triton and a GPU; transformers' loss does not.
             loss, outputs = transformers.Trainer.compute_loss(
@@ -647,6 +659,7 @@ class SFTTrainer(trl.SFTTrainer):
         return self._train_zero_steps(resume_from_checkpoint)
 
     def _train_to_end(self, **kwargs: Any) -> Any:
+        self.set_recomputation(self.recomputation)
         output = super().train(**kwargs)
         self.use_evaluation_weights()
         return output

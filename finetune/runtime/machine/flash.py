@@ -34,6 +34,7 @@ SHORTEST_BOUND = 512
 # Documents of one call. With more than these, flash-attn 4.0 runs and compiles further kernels: 7.9 s on an H200.
 MANY_DOCUMENTS = 256
 _enabled = _has_run = False
+_operator: Callable[..., Any] | None = None
 
 
 def why_unusable() -> str | None:
@@ -82,6 +83,13 @@ def set_enabled(on: bool) -> None:
     _enabled, _has_run = on, False
 
 
+def set_operator(operator: Callable[..., Any] | None) -> None:
+    """Compute with this operator of torch (`flash_blocks.operator`), which selective checkpointing can see, or with the
+    package's own function."""
+    global _operator
+    _operator = operator
+
+
 def has_run() -> bool:
     """Whether FlashAttention-4 has computed anything since `set_enabled`."""
     return _has_run
@@ -112,6 +120,9 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
         same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
         if not (_enabled and same and cu_seq_k is not None):
             return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+        if _operator is not None and cu_seq_q is cu_seq_k:
+            scale = options.get("scale") or query.shape[-1] ** -0.5
+            return _operator(query, key, value, cu_seq_q, max_q, scale)[0]
         output = kernel()(
             query,
             key,

@@ -1,7 +1,7 @@
-"""FlashAttention-4 in the decoder blocks that Unsloth compiles for full fine-tuning.
+"""FlashAttention-4 as an operator of torch, which a compiled graph can hold and selective checkpointing can see.
 
-Their graph holds torch's kernel itself instead of the function that `flash` switches. `install_switch` replaces the
-call with an operator of torch, which a graph can hold.
+The graph of the decoder blocks that Unsloth compiles for full fine-tuning holds torch's kernel itself instead of the
+function that `flash` switches. `install_switch` replaces the call with the operator.
 """
 
 # pyright: reportMissingImports=false
@@ -49,6 +49,12 @@ def install_switch() -> None:
 
     flash_varlen.is_switch = True  # type: ignore[attr-defined]
     setattr(blocks, FUNCTION, flash_varlen)
+
+
+def operator() -> Any:
+    """`attention` as an operator of torch; None if the package's signatures differ from those that this module
+    knows."""
+    return torch.ops.finetune.flash_attention_4.default if _signatures_match() else None
 
 
 def _signatures_match() -> bool:

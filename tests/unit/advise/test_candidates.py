@@ -103,9 +103,31 @@ def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pyt
         bench.try_out([])
 
 
+def mode(kind: str | bool, speed: float, *, fits: bool = True) -> dict[str, Any]:
+    settings = {"gradient_checkpointing": kind, "tiled_mlp": False}
+    return {"mode": settings, "fits": fits, "predicted_tokens_per_second": speed}
+
+
+def test_ways_to_keep_activations_are_taken_from_the_dry_run(tmp_path: Path) -> None:
+    own = {"gradient_checkpointing": "offload", "tiled_mlp": False, "reason": "as configured"}
+    modes = [mode(False, 900, fits=False), mode("selective", 800), mode(True, 700), mode("offload", 600)]
+    base = DryRunResult(measured=measurement(), longest_rows={"own": own, "modes": modes})
+    names = [one.name for one in candidates.changes(config(tmp_path), base, False)]
+    assert "training.gradient_checkpointing: selective" in names and "no checkpointing" not in names
+    assert (
+        candidates.faster_modes({"own": own, "modes": [modes[0], modes[3]]}) == []
+    )  # its own is the fastest that fits
+
+    flags = ("--training.gradient_checkpointing", "offload", "--model.tiled_mlp", "true")
+    full = replace(FULL, fits_with=flags)
+    bench = FakeBench({" ".join([f"{SIZE} 1", *flags]): DryRunResult(measured=measurement())})
+    taken, result = candidates.make_fit(config(tmp_path), bench, False, full)
+    assert result is not None and taken[-1].arguments == flags
+
+
 def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
     full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
-    assert [one.name for one in candidates.remedies(full, on_cpu=False)] == [
+    assert [one.name for one in candidates.remedies(full, False, FULL)] == [
         "one row at a time",
         "checkpointing",
         "8-bit Adam",
@@ -121,7 +143,7 @@ def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
     taken, result = candidates.make_fit(full, FakeBench({}), False, FULL)
     assert len(taken) == 5 and result is None
     for given, on_cpu in ((["--training.optim", "adamw_torch_8bit"], False), ([], True)):
-        other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu=on_cpu)
+        other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu, FULL)
         assert candidates.OPTIMIZER not in [one.arguments[0] for one in other]
 
 

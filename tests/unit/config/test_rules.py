@@ -20,6 +20,9 @@ SHARED = ["--training.context_parallel", "2"]
 NO_MODEL = ["--data.train_file", "t.jsonl"]
 
 
+REENTRANT = "{use_reentrant: true}"
+
+
 @pytest.mark.parametrize(
     ("argv", "about"),
     [
@@ -39,6 +42,18 @@ NO_MODEL = ["--data.train_file", "t.jsonl"]
         ([*MODEL, "--training.eval_steps", "5"], "no rows are held out"),
         ([*MODEL, "--data.last_turn_only", "--data.assistant_only_loss", "false"], "assistant_only_loss: true"),
         (["--model.backend", "transformers", "--training.gradient_checkpointing", "unsloth"], "Use true"),
+        (
+            ["--model.backend", "unsloth", "--training.gradient_checkpointing", "offload"],
+            "needs the transformers backend",
+        ),
+        (
+            ["--training.gradient_checkpointing_kwargs", "{selective: true}"],
+            "use training.gradient_checkpointing: selec",
+        ),
+        (
+            ["--training.gradient_checkpointing", "offload", "--training.gradient_checkpointing_kwargs", REENTRANT],
+            "needs use_reentrant: false",
+        ),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
         ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "exclude each other"),
@@ -69,6 +84,7 @@ def test_contradiction(argv, about):
     [
         ("model.loader_kwargs", "device_map: auto", "its own device"),
         ("model.loader_kwargs", "max_seq_length: 2048", "data.max_length"),
+        ("model.loader_kwargs", "unsloth_tiled_mlp: true", "model.tiled_mlp"),
         ("model.loader_kwargs", "token: hf_secret", "HF_TOKEN"),
         ("model.loader_kwargs", "fast_inference: false", "vLLM"),
         ("lora.adapter_kwargs", "lora_alpha: 8", "use lora.lora_alpha"),

@@ -11,6 +11,7 @@ import torch
 from finetune.engine import invariants
 from finetune.engine.invariants import CHECKS, Facts
 from finetune.engine.sharding.shard import Sharding
+from finetune.engine.training.recompute import Recomputation
 from finetune.errors import UserError
 
 
@@ -108,8 +109,8 @@ def test_weights_without_a_gradient_are_named() -> None:
 
 def test_checkpointing_that_is_reentrant() -> None:
     def trainer(backend: str, device: str, on: bool, **kwargs: bool) -> SimpleNamespace:
-        args = SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs or None)
-        return SimpleNamespace(args=args, stack=SimpleNamespace(backend=backend, device=device))
+        recomputation = Recomputation(kind=on, options=kwargs)
+        return SimpleNamespace(recomputation=recomputation, stack=SimpleNamespace(backend=backend, device=device))
 
     assert invariants.is_checkpointing_reentrant(
         trainer("unsloth", "cuda", True, use_reentrant=False)

@@ -103,6 +103,7 @@ def test_options_that_do_not_fit(run_folder: Path, tmp_path: Path, capsys: pytes
         ("--to", "zip"): "expected adapter, merged, gguf or hub",
         ("--to", "merged", "--upload"): "--upload is for --to hub",
         ("--to", "merged", "--gguf-type", "f16"): "--gguf-type is for GGUF files",
+        ("--to", "adapter", "--shard-size", "1"): "--shard-size is for merged models: got adapter",
         ("--to", "gguf", "--dtype", "float32"): "--dtype is for merged models: got gguf. Remove it, or use --gguf-type",
         ("--to", "merged", "--dtype", "float16"): "expected bfloat16 or float32",
         ("--to", "hub"): "give --repo USER/NAME",

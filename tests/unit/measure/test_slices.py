@@ -15,6 +15,7 @@ import torch
 from finetune.config import load
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import measurements, sharding, slices
+from finetune.measure.activations import Line, Measured, Mode, Point
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
 from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
@@ -290,7 +291,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     pytest.importorskip("bitsandbytes")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from benchmarks.models import write_nf4
+    from benchmarks.models import write_in_parts
 
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
@@ -298,7 +299,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     LlamaForCausalLM(config).save_pretrained(plain)
     packed.mkdir()
-    write_nf4(packed, config, torch.device("cpu"))
+    write_in_parts(packed, config, torch.device("cpu"), nf4=True)
     assert sharding.read_sizes(packed) == sharding.read_sizes(plain)
 
 
@@ -326,12 +327,29 @@ def test_a_step_of_several_ranks() -> None:
     assert one.peak_memory_bytes == found.peak_bytes(2)
 
 
-def test_the_longest_row_fills_the_device() -> None:
+def test_the_longest_row_fills_what_a_rank_has_room_for() -> None:
+    """Slices of 2 and 4 layers, in which a token needs 5 + 3 bytes per layer, and a pass 50 beyond all that is held."""
     found = sharded()
-    state = found.peak_bytes(2) - 920  # in a layer's backward pass
-    assert slices.longest_document(found, 64, state + 2 * 920, 2) == 128
-    assert slices.longest_document(found, 64, state / 2, 2) == 0
-    assert slices.longest_document(found, 64, None, 2) is None
+    held = slices._held_by_a_slice(found.sizes.of_first(4), found.sizes, found.stored)
+
+    def slice_of(layers: int) -> Measured:
+        points = tuple(
+            Point(tokens=tokens, peak_bytes=held + 50 + (5 + 3 * layers) * tokens, seconds=tokens * (1 + layers))
+            for tokens in (10, 20)
+        )
+        return Measured(mode=Mode(gradient_checkpointing=True, tiled_mlp=False), held_bytes=held, points=points)
+
+    (whole,) = slices.whole_modes([slice_of(2)], [slice_of(4)], (2, 4), found)
+    each = 5 + 3 * found.layers
+    assert whole.line == Line(fixed_bytes=pytest.approx(50), bytes_per_token=pytest.approx(each))
+    assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers))
+    memory = found.kept_bytes(2) + 10_000
+    gathered = sharding.gathered_bytes(found.sizes, found.stored)
+    reducing = sharding.bytes_reducing_a_layer(found.sizes, 2, found.stored)
+    room = slices.room(found, memory, 2)
+    assert room == 10_000 - max(gathered, reducing) > 0
+    assert whole.line.longest(room) == int((room - 50) / each)
+    assert slices.room(found, found.kept_bytes(2), 2) < 0  # not even the root's gradients
 
 
 def test_activations_come_from_what_is_saved() -> None:

@@ -136,6 +136,8 @@ def test_the_known_noise_of_libraries_is_left_out_and_nothing_else(monkeypatch: 
     assert heard == ["something else"]
     assert all(len(logging.getLogger(name).filters) == 1 for name in bootstrap.NOISE)
     warnings.warn("`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead.", FutureWarning, stacklevel=1)
+    keys = r"The following rank_pattern keys did not match any targeted module and were ignored: ['.*\\.gate_up_proj']."
+    warnings.warn(keys, RuntimeWarning, stacklevel=1)
     with pytest.raises(FutureWarning):  # as all warnings are errors here
         warnings.warn("another one", FutureWarning, stacklevel=1)
 

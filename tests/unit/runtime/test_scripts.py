@@ -308,7 +308,7 @@ def test_devices_of_another_machine_are_given(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(dryrun, "check_collectives", lambda gpus: seen.append("an all-reduce over GPUs of this one"))
-    monkeypatch.setattr(dryrun, "measure", lambda config, world, *_: seen.append((config, world)) or 0)
+    monkeypatch.setattr(dryrun, "measure", lambda config, world, *_, **__: seen.append((config, world)) or 0)
     yaml = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
     per_device = ["--training.per_device_train_batch_size", "4", "--training.gradient_accumulation_steps", "2"]
     script = write(mine("per_device_train_batch_size=4, gradient_accumulation_steps=2,"))
@@ -332,7 +332,7 @@ def test_the_batch_is_that_of_the_launch_on_all_gpus(
     monkeypatch.setattr(dryrun.strategy, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(dryrun, "check_collectives", lambda gpus: None)
     seen: list[Any] = []
-    monkeypatch.setattr(dryrun, "measure", lambda config, world, *_: seen.append((config, world)) or 0)
+    monkeypatch.setattr(dryrun, "measure", lambda config, world, *_, **__: seen.append((config, world)) or 0)
     batch = "per_device_train_batch_size=4, gradient_accumulation_steps=2,"
     arguments = f"global_batch_size={fixed}," if fixed else ""
     assert dryrun.main([write(mine(batch, arguments)), "--rows", "rows.jsonl"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -17,9 +18,11 @@ from torch.nn.attention import varlen
 
 from finetune.config import load
 from finetune.engine.kernels import attention
+from finetune.engine.training import recompute
 from finetune.errors import UserError
 from finetune.runtime.machine import flash, flash_blocks
 from tests.helpers import tiny
+from tests.unit.engine.training.test_recompute import llama
 
 LENGTHS = (5, 9, 2)
 SHAPES = attention.AttentionShapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
@@ -352,6 +355,52 @@ def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -
         assert not block(x, bounds, longest, 4).any()  # with a window, Unsloth's own
         flash.set_enabled(False)
         assert not block(x, bounds, longest).any() and not flash.has_run()
+
+
+@pytest.fixture
+def layers() -> Any:
+    """A model of transformers, which must not meet the package that `blocks` makes up."""
+    return llama()
+
+
+def test_selective_checkpointing_keeps_what_flash_attention_4_returns(
+    layers: Any, blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the switch it is an operator then, which the policy of torch's checkpoint sees."""
+    interface, runs = sys.modules["flash_attn.cute.interface"], []
+    forward = interface._flash_attn_fwd
+
+    @functools.wraps(forward)
+    def counted(*given: Any, **options: Any) -> None:
+        runs.append(1)
+        forward(*given, **options)
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", counted)
+    flash.set_enabled(True)
+    stack: Any = types.SimpleNamespace(backend="transformers", device="cpu")
+    attend = flash.switch(of_each_document)
+    bounds, longest = attention.boundaries(torch.tensor(LENGTHS, dtype=torch.int32))
+    torch.manual_seed(0)
+    x = torch.randn(sum(LENGTHS), 4, 8, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = x.sin(), x.cos(), 2 * x
+        return attend(query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL).exp()
+
+    try:
+        recompute.apply(layers, recompute.Recomputation(kind="selective"), stack)
+        found = layers.model.layers[0]._gradient_checkpointing_func(layer, x)
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert len(runs) == 1
+        flash.set_enabled(False)
+        torch.testing.assert_close(gradient, torch.autograd.grad(layer(x).sum(), x)[0])
+        flash.set_enabled(True)
+        monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
+        with pytest.raises(UserError, match="selective, which cannot keep the output of .*packed_attention: torch"):
+            recompute.apply(layers, recompute.Recomputation(kind="selective"), stack)
+    finally:
+        flash.set_enabled(False)
+        recompute.apply(layers, recompute.Recomputation(kind=True), stack)
 
 
 @pytest.mark.parametrize(("wanted", "offered"), [("auto", True), ("flash_4", True), ("torch", False)])

@@ -85,6 +85,24 @@ def test_with_biases_and_checkpointing() -> None:
     assert check_equal(peft, fused_lora.install) == 14
 
 
+@pytest.mark.parametrize("targets", [["down_proj"], EVERY], ids=["one layer", "an MLP"])
+def test_an_output_can_be_changed_in_place(tiny_model: Path, targets: list[str]) -> None:
+    """As Llama 4 adds its experts to the output of its shared expert: it refused, on any CPU or GPU."""
+    model = model_with(tiny_model, target_modules=targets)
+    mlp = model.base_model.model.model.layers[0].mlp
+    x = torch.randn(5, 64, requires_grad=True)
+
+    def gradients() -> list[torch.Tensor]:
+        y = mlp(x)
+        y.mul_(2.0).add_(x)
+        return list(torch.autograd.grad(y.sum(), [x, *(one for one in mlp.parameters() if one.requires_grad)]))
+
+    plain = gradients()
+    assert fused_lora.install(model) > 0
+    for one, other in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_what_peft_switches_goes_on_working(tiny_model: Path) -> None:
     from peft import LoraConfig
 

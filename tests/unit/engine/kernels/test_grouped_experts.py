@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import moe
 
 from finetune.engine.kernels import grouped_experts
+from patches import transformers_grouped_mm_width
 from tests.helpers.kernels import BOTH, KINDS, check_experts, loss_and_gradients, model_of, with_adapter
 
 
@@ -38,6 +40,21 @@ def test_what_it_does_not_compute_is_left_as_it_is() -> None:
     trained = model_of("qwen3_moe", **KINDS["qwen3_moe"]).requires_grad_(True)
     assert grouped_experts.install(trained) == 0
     assert grouped_experts.install(model_of("gpt_oss", num_local_experts=4, head_dim=8)) == 0
+
+
+def test_experts_of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 numbers are not a multiple of 16 bytes: grouped products refused them in the first step."""
+    name = transformers_grouped_mm_width.FUNCTION
+    monkeypatch.setattr(moe, name, getattr(moe, name))
+    transformers_grouped_mm_width.apply()
+    model = with_adapter(model_of("qwen3_moe", **KINDS["qwen3_moe"], moe_intermediate_size=17), BOTH)
+    assert grouped_experts.install(model) == 0
+    found, gradients = loss_and_gradients(model)
+    model.get_base_model().set_experts_implementation("eager")
+    loss, wanted = loss_and_gradients(model)
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-6)
+    for one, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[one], rtol=1e-3, atol=1e-6, msg=one)
 
 
 def test_disabled_adapters_are_left_out() -> None:

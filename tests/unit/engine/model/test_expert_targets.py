@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion
 
 from finetune.config import load
-from finetune.engine.model import adapter_coverage, adapter_targets, adapters
+from finetune.engine.model import adapter_coverage, adapter_targets, adapters, expert_targets
 from finetune.errors import UserError
 from patches import peft_moe_layer_targets
 from tests.helpers import launch, tiny
@@ -115,12 +115,72 @@ def test_an_adapter_beside_experts_is_loaded(family: str, tmp_path: Path) -> Non
     assert (outputs[0] - make_moe(family).eval()(ids).logits).abs().max() > 0.1
 
 
-def test_layers_without_an_adapter_have_none_on_their_experts() -> None:
-    for given in ("{layers_to_transform: [1]}", r"{exclude_modules: '.*layers\.0\..*'}"):
-        found = adapted(make_moe("Qwen3Moe"), "--lora.adapter_kwargs", given)
-        assert {name.split(".")[2] for name in found} == {"1"} and len(found) == 6
-    found = adapted(make_moe("Qwen3Moe"), "--lora.adapter_kwargs", "{exclude_modules: [experts]}")
-    assert not any("experts" in name for name in found) and len(found) == 8
+DOWN = ("--lora.target_parameters", "[experts.down_proj]")
+NAMES_EXPERTS = ("--lora.target_modules", "[q_proj, gate_proj, up_proj, down_proj]")
+
+
+@pytest.mark.parametrize("targets", [NAMES_EXPERTS, (*NAMES_EXPERTS, *DOWN)], ids=["names", "names and parameters"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "{layers_to_transform: [1]}",
+        "{layers_to_transform: 1, layers_pattern: [layers]}",
+        r"{exclude_modules: '.*layers\.0\..*'}",
+    ],
+)
+def test_layers_without_an_adapter_have_none_on_their_experts(targets: tuple[str, ...], given: str) -> None:
+    """PEFT itself leaves out no parameter: experts that `lora.target_parameters` names were trained in each layer."""
+    every = adapted(make_moe("Glm4Moe"), *targets)
+    found = adapted(make_moe("Glm4Moe"), *targets, "--lora.adapter_kwargs", given)
+    assert found == {name for name in every if ".layers.1." in name} < every
+
+
+@pytest.mark.parametrize(
+    ("excluded", "expected"),
+    [
+        ("[experts]", set()),
+        ("[w1, w3]", {"down_proj"}),
+        ("[experts.down_proj]", {"gate_up_proj"}),
+        ("'.*experts.*'", set()),
+    ],
+)
+def test_excluded_experts_have_no_adapter(excluded: str, expected: set[str]) -> None:
+    found = adapted(make_moe("Mixtral"), "--lora.adapter_kwargs", f"{{exclude_modules: {excluded}}}")
+    assert {name.rpartition(".")[2] for name in found if "experts" in name} == expected
+    assert len(found) == 8 + 2 * len(expected)
+
+
+def test_an_empty_list_of_layers_is_all_of_them() -> None:
+    given = "{layers_to_transform: []}"
+    assert len(adapted(make_moe("Mixtral"), "--lora.adapter_kwargs", given)) == 12
+
+
+def test_patterns_are_of_experts_too() -> None:
+    """PEFT applied them, and warned that they matched nothing."""
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--lora.adapter_kwargs"]
+    words.append("{rank_pattern: {layers.1.mlp.experts.down_proj: 32}, alpha_pattern: {gate_up_proj: 4}}")
+    model = adapters.add_adapter(make_moe("Mixtral"), load(words))
+    found = adapter_coverage.coverage(model)
+    assert found is not None
+    assert {name: one.rank for name, one in found.experts.items()} == {
+        "mlp.experts.gate_up_proj": 16,
+        "mlp.experts.down_proj": 32,
+    }
+    scalings = [
+        (one.parameter_name, one.scaling["default"]) for one in model.modules() if hasattr(one, "parameter_name")
+    ]
+    assert sorted(scalings) == [("down_proj", 0.5), ("down_proj", 1.0), *[("gate_up_proj", 0.25)] * 2]
+
+
+def test_what_is_trained_in_full_has_no_adapter() -> None:
+    """Dense layers beside experts were named for one, and PEFT took those names of an exported adapter for
+    parameters."""
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--lora.modules_to_save", "[mlp]"]
+    config, model = load(words), make_moe("Glm4Moe")
+    found = expert_targets.resolve(model, config, adapters.adapter_target_modules(config))
+    assert found == {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": []}
+    covered = adapter_coverage.coverage(adapters.add_adapter(model, config))
+    assert covered is not None and "gate_up_proj of 4 experts in 1 layer (in full)" in covered.summary
 
 
 @pytest.mark.parametrize(
@@ -147,11 +207,27 @@ def test_layers_without_an_adapter_have_none_on_their_experts() -> None:
             "does not support lora.adapter_kwargs: {lora_bias: True}",
         ),
         ("Qwen3Moe", "--lora.adapter_kwargs {init_lora_weights: pissa}", "{init_lora_weights: pissa}"),
+        (
+            "Qwen3Moe",
+            "--lora.adapter_kwargs {rank_pattern: {up_proj: 8}}",
+            "matches no layer with an adapter: `up_proj`",
+        ),
+        ("Qwen3Moe", "--lora.adapter_kwargs {exclude_modules: [w4]}", "matches no module of the model: `w4`"),
+        (
+            "Mixtral",
+            "--lora.adapter_kwargs {exclude_modules: [w1]}",
+            "exclude_modules of lora.adapter_kwargs names w1 without",
+        ),
+        (
+            "Mixtral",
+            "--lora.target_parameters [experts.down_proj] --lora.modules_to_save [experts]",
+            "leaves out all of lora.target_parameters: experts.down_proj",
+        ),
     ],
 )
 def test_what_stacked_experts_do_not_take_is_refused(family: str, settings: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
-        adapted(make_moe(family), *settings.split(" ", 2 if "kwargs" not in settings else 1))
+        adapted(make_moe(family), *settings.split(" ", 1 if "kwargs" in settings else -1))
     assert said in str(refused.value), refused.value
 
 
@@ -186,6 +262,10 @@ def test_what_is_trained_is_printed_and_recorded() -> None:
     size = sum(one.numel() for name, one in every.items() if "q_proj" in name)
     assert less.share == pytest.approx(size / sum(one.numel() for one in every.values()))
     assert not less.experts and less.warning is not None and "experts.gate_up_proj" in less.warning
+    wrong = covered(target_modules="all-linear", target_parameters=[*experts, "mlp.experts.gate_proj"])
+    assert wrong.share == 1 and wrong.warning == (
+        "target_parameters has names that match no parameter: mlp.experts.gate_proj. Correct them."
+    )
 
 
 @pytest.mark.process  # Unsloth changes the libraries of its process

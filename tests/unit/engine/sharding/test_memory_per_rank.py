@@ -60,12 +60,14 @@ def test_memory_of_a_mixture_of_experts_is_that_of_all_experts_and_of_what_is_tr
     trainer: Any = types.SimpleNamespace(
         model=model,
         weights="float32",
+        optimizer=optimizer,
         args=types.SimpleNamespace(optim="adamw_torch"),
         accelerator=types.SimpleNamespace(ddp_handler=None),
     )
     needed = bytes_not_yet_allocated(trainer)
     model(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None]).loss.backward()
     optimizer.step()
+    assert bytes_not_yet_allocated(trainer) == 0
     found = memory_per_rank.allocated_bytes(model, optimizer)
     assert memory_per_rank.predicted_bytes(model, 1, "adamw_torch") == found
     assert (found.parameters, found.optimizer) == (4 * count.total, 8 * count.trainable)

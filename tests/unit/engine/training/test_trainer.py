@@ -45,3 +45,21 @@ def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> Non
     loss *= 2
     loss.backward()
     assert seen["extra"] == "kept" and int(seen["num_items_in_batch"]) == 4  # nothing is dropped on the way
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_no_logits_on_a_gpu_even_if_the_model_ignores_the_count(accepts: bool) -> None:
+    """The sum over the micro-batch's tokens / the step's tokens x ranks, from the fused head."""
+    asked = []
+
+    def model(**given: Any) -> Any:
+        asked.append(given)
+        return types.SimpleNamespace(log_probs=torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True))
+
+    trainer: Any = object.__new__(SFTTrainer)
+    trainer.model_accepts_loss_kwargs, trainer.load_balancing, trainer._has_fused_head = accepts, None, True
+    trainer.stack = types.SimpleNamespace(backend="transformers", device="cuda")
+    trainer.args, trainer.statistics = types.SimpleNamespace(world_size=2), StepStatistics()
+    trainer.loss_is_scaled_for_ga = True
+    loss = trainer.compute_loss(model, {"labels": torch.zeros(1, 4)}, num_items_in_batch=torch.tensor(6))
+    assert float(loss.detach()) == 1.0 and asked[0]["fused_lm_head"]

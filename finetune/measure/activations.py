@@ -1,0 +1,197 @@
+"""How activations are kept, what each way needs and takes, and the longest row that fits with it. Pure arithmetic.
+
+Memory is a line over the tokens of a micro-batch: what is held anyway, and activations, which grow with the tokens
+(variable-length attention keeps nothing of [tokens, tokens]). So two lengths give the line of a mode. Time has a part
+that grows with the tokens and one, attention, that grows with the squared lengths of documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from finetune.measure.rules import MEMORY_MARGIN
+from finetune.runtime.types import JsonObject
+
+NOISE = 0.02  # two modes whose speed differs by less are equally fast
+RANKS = (2, 4, 8)  # numbers of GPUs that are named for context parallelism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How activations are kept, by the two settings that decide it."""
+
+    gradient_checkpointing: str | bool
+    tiled_mlp: bool
+
+    def settings(self) -> JsonObject:
+        """The settings, by key."""
+        return {
+            "training.gradient_checkpointing": self.gradient_checkpointing,
+            "model.tiled_mlp": self.tiled_mlp,
+        }
+
+    @property
+    def text(self) -> str:
+        """The settings as lines of a configuration."""
+        kind = self.gradient_checkpointing
+        tiled = " and model.tiled_mlp: true" if self.tiled_mlp else ""
+        return f"training.gradient_checkpointing: {kind if isinstance(kind, str) else str(kind).lower()}{tiled}"
+
+    def flags(self) -> list[str]:
+        """The settings as arguments of the command line."""
+        return [word for key, value in self.settings().items() for word in (f"--{key}", str(value).lower())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Passes on one document of so many tokens: peak memory, and the seconds of a forward and backward pass."""
+
+    tokens: int
+    peak_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Peak memory by tokens of a micro-batch."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def peak_bytes(self, tokens: float) -> float:
+        return self.fixed_bytes + self.bytes_per_token * tokens
+
+    def longest(self, limit_bytes: float) -> int | None:
+        """Tokens that fit; None if memory does not grow with them."""
+        if self.bytes_per_token <= 0:
+            return None
+        return max(int((limit_bytes - self.fixed_bytes) / self.bytes_per_token), 0)
+
+    def ranks(self, tokens: float, limit_bytes: float) -> int | None:
+        """Ranks that hold one row of so many tokens together (context parallelism divides its activations); None if
+        RANKS are not enough."""
+        each = ((ranks, self.peak_bytes(tokens / ranks)) for ranks in RANKS)
+        return next((ranks for ranks, peak in each if peak <= limit_bytes), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A mode, measured.
+
+    held_bytes: before the passes: weights, and whatever else stays
+    points:     by length, at most two; none if memory ran out at the shortest
+    """
+
+    mode: Mode
+    held_bytes: float
+    points: tuple[Point, ...]
+
+    @classmethod
+    def from_dict(cls, content: JsonObject) -> Measured:
+        """The inverse of `asdict`. Raises TypeError or KeyError for the file of another version."""
+        return cls(
+            mode=Mode(**content["mode"]),
+            held_bytes=float(content["held_bytes"]),
+            points=tuple(Point(**one) for one in content["points"]),
+        )
+
+    @property
+    def line(self) -> Line | None:
+        """Through the two points, or through what is held and one point, which is never too low; None without any."""
+        if not self.points:
+            return None
+        last = self.points[-1]
+        first = self.points[0]
+        tokens, peak = (first.tokens, first.peak_bytes) if len(self.points) > 1 else (0, self.held_bytes)
+        slope = max((last.peak_bytes - peak) / (last.tokens - tokens), 0.0)
+        return Line(fixed_bytes=last.peak_bytes - slope * last.tokens, bytes_per_token=slope)
+
+    def seconds(self, tokens: float, squared_lengths: float) -> float:
+        """Predicted seconds of passes on documents of so many tokens in all.
+
+        Args:
+            squared_lengths: sum of their squared lengths.
+        """
+        first, last = self.points[0], self.points[-1]
+        each, more = first.seconds / first.tokens, last.seconds / last.tokens
+        squared = max((more - each) / (last.tokens - first.tokens), 0.0) if len(self.points) > 1 else 0.0
+        linear = more - squared * last.tokens
+        return linear * tokens + squared * squared_lengths
+
+    def tokens_per_second(self, tokens: float, squared_lengths: float) -> float:
+        """Predicted throughput of passes on such documents."""
+        seconds = self.seconds(tokens, squared_lengths)
+        return tokens / seconds if seconds > 0 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What of a job's rows decides memory and speed.
+
+    most:            tokens of the largest micro-batch, padding included
+    longest:         tokens of the longest row
+    tokens, squares: of all rows: tokens, and the sum of squared document lengths
+    """
+
+    most: int
+    longest: int
+    tokens: int
+    squares: int
+
+
+def fastest(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> Measured | None:
+    """The mode that is fastest on these rows among those that hold the largest micro-batch; of equally fast ones the
+    first, which does the least. None if none holds it."""
+    fitting = [one for one in found if one.line is not None and one.line.peak_bytes(rows.most) <= limit_bytes]
+    speeds = [one.tokens_per_second(rows.tokens, rows.squares) for one in fitting]
+    enough = (1 - NOISE) * max(speeds, default=0.0)
+    return next((one for one, speed in zip(fitting, speeds, strict=True) if speed >= enough), None)
+
+
+def most_frugal(found: Sequence[Measured], limit_bytes: float) -> Measured | None:
+    """The mode with the longest row; None if nothing was measured."""
+
+    def longest(one: Measured) -> float:
+        tokens = one.line.longest(limit_bytes) if one.line is not None else 0
+        return math.inf if tokens is None else tokens
+
+    return max((one for one in found if one.line is not None), key=longest, default=None)
+
+
+def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | None:
+    """The settings that hold the largest micro-batch, or the number of GPUs that hold it together; None if neither is
+    known to."""
+    if (chosen := fastest(found, rows, limit_bytes)) is not None:
+        return chosen.mode.text
+    if (frugal := most_frugal(found, limit_bytes)) is None or frugal.line is None:
+        return None
+    ranks = frugal.line.ranks(rows.most, limit_bytes)
+    return None if ranks is None else f"{frugal.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
+
+
+def to_dict(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> JsonObject:
+    """The measured modes for reports and run.json."""
+    return {
+        "limit_gib": limit_bytes / 2**30,
+        "margin": MEMORY_MARGIN,
+        "rows": asdict(rows),
+        "modes": [_entry(one, rows, limit_bytes) for one in found],
+    }
+
+
+def _entry(one: Measured, rows: Rows, limit_bytes: float) -> JsonObject:
+    line = one.line
+    content: JsonObject = asdict(one) | {"fits": False, "longest_row_tokens": 0, "tokens_per_second": None}
+    if line is None:
+        return content
+    return content | {
+        **asdict(line),
+        "longest_row_tokens": line.longest(limit_bytes),
+        "predicted_peak_bytes": line.peak_bytes(rows.most),
+        "fits": line.peak_bytes(rows.most) <= limit_bytes,
+        "tokens_per_second": one.points[0].tokens / one.points[0].seconds,
+        "predicted_tokens_per_second": one.tokens_per_second(rows.tokens, rows.squares),
+        "predicted_tokens_per_second_longest": one.tokens_per_second(rows.longest, rows.longest**2),
+    }

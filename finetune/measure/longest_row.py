@@ -1,0 +1,369 @@
+"""The longest row that fits with each way to keep activations, measured; and the way that a run takes.
+
+Each mode runs on a document of SHORT_TOKENS, which nearly all can hold and are compared at, and on a longer one; a line
+through both gives the rest (`activations`). Nothing is found by running out of memory. What is chosen is proven by the
+passes on the longest rows that follow: those of the dry run, or of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.config import Config
+from finetune.config.rules import LOADED_AS, activation_modes
+from finetune.data.collate import MULTIPLE
+from finetune.data.layout import Layout
+from finetune.engine.job import Job
+from finetune.engine.model import positions
+from finetune.engine.monitoring import peak_memory as process_memory
+from finetune.engine.monitoring.metrics import ModelSize, training_flops
+from finetune.engine.training import recompute
+from finetune.errors import RunError, UserError
+from finetune.measure import activations, measurements, micro_batch
+from finetune.measure.activations import Measured, Mode, Point, Rows
+from finetune.measure.micro_batch import Memory
+from finetune.measure.rules import MEMORY_MARGIN
+from finetune.runtime.command import console
+from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
+from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.engine.training.trainer import SFTTrainer
+
+SHORT_TOKENS = 2048
+PROBE_TOKENS = 256  # of a sharded model, whose ranks must not run out of memory
+LONG_SECONDS = 8.0  # of a pass on the longer document
+ROOM = 0.6  # part of the free memory that the longer document may need
+LEAST_RATIO = 1.25  # of the longer document to the shorter one: peaks are exact, so little is enough
+AS_CONFIGURED = "as configured"
+PASSES = 2  # at each length: the first compiles, the second runs while gradients are held, and is timed
+
+
+# --- passes ---------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    trainer: SFTTrainer,
+    layout: Layout,
+    size: ModelSize,
+    modes: Sequence[Mode],
+    memory: Memory,
+    over: Callable[[], bool] = lambda: False,
+) -> list[Measured]:
+    """Measure each mode that the model can have, with what training will hold besides. Every rank calls it; what the
+    fullest and the slowest of them has found counts. The last mode stays applied.
+
+    Args:
+        memory: with a limit.
+        over: whether the time is up; asked before each mode but the first.
+    """
+    found: list[Measured] = []
+    for mode in modes:
+        if found and over():
+            break
+        with console().status(f"trying {mode.text}"):
+            try:
+                apply(trainer, mode)
+            except UserError:  # the model cannot do it
+                continue
+            found.append(_measure_mode(trainer, layout, size, mode, memory))
+    return found
+
+
+def apply(trainer: SFTTrainer, mode: Mode) -> None:
+    """Let the trainer's model keep its activations so."""
+    wanted = replace(trainer.recomputation, kind=mode.gradient_checkpointing, tiled_mlp=mode.tiled_mlp)
+    if wanted != trainer.recomputation:
+        trainer.set_recomputation(wanted)
+
+
+def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mode, memory: Memory) -> Measured:
+    table = positions.limit(trainer.model)
+    most = None if table is None else max(table // MULTIPLE * MULTIPLE, MULTIPLE)
+    short = SHORT_TOKENS if most is None else min(SHORT_TOKENS, max(most // 2 // MULTIPLE * MULTIPLE, MULTIPLE))
+    limit = least(memory.limit_bytes)
+    micro_batch.free_gradients(trainer)
+    memory.reset()
+    to_come = micro_batch.bytes_not_yet_allocated(trainer)
+    held = max(distributed.gather_objects(memory.peak_bytes() + to_come))
+
+    def passes(tokens: int) -> Point | None:
+        return try_document(trainer, layout, tokens, memory, to_come)
+
+    if trainer.sharded:
+        probe = passes(PROBE_TOKENS)
+        if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
+            return Measured(mode=mode, held_bytes=held, points=(probe,) if probe else ())
+    first = passes(short)
+    if first is None:
+        return Measured(mode=mode, held_bytes=held, points=())
+    tokens = longer_document(first, held, limit, size, most)
+    second = None if tokens is None else passes(tokens)
+    return Measured(mode=mode, held_bytes=held, points=(first,) if second is None else (first, second))
+
+
+def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:
+    """Tokens of the longer document: as many as fit a part of the free memory and LONG_SECONDS. None if that is hardly
+    longer than the first, or memory does not grow with the tokens.
+
+    Args:
+        most: that the model has positions for; None if any number.
+    """
+    each = (first.peak_bytes - held) / first.tokens
+    if each <= 0:
+        return None
+
+    def seconds(tokens: int) -> float:
+        return first.seconds * _flops(size, tokens) / _flops(size, first.tokens)
+
+    tokens = int(ROOM * (limit - held) / each)
+    while tokens > first.tokens and seconds(tokens) > LONG_SECONDS:
+        tokens = int(tokens * 0.8)
+    tokens = min(tokens, most or tokens) // MULTIPLE * MULTIPLE
+    return tokens if tokens >= LEAST_RATIO * first.tokens else None
+
+
+def _flops(size: ModelSize, tokens: int) -> float:
+    return training_flops(size, tokens=tokens, squared_lengths=tokens**2)
+
+
+def try_document(
+    trainer: SFTTrainer, layout: Layout, tokens: int, memory: Memory, to_come: float = 0.0
+) -> Point | None:
+    """Passes on one document of so many tokens, made of the longest of the job's. None if memory ran out on any
+    rank.
+
+    Args:
+        to_come: bytes that a rank will hold in training and does not yet.
+    """
+    row = int(layout.largest_first()[0])
+    ids, labels = max(layout[row], key=lambda document: len(document[0]))
+    document = np.resize(ids, tokens), np.resize(labels, tokens)
+    packed = layout.packs.pack_length is not None
+    batch = trainer.collate_rows([[document]], pack_length=tokens if packed else None)
+    with _unsloth_length(trainer.model, tokens):
+        passed = micro_batch.run_passes(trainer, batch, int((document[1][1:] >= 0).sum()), memory, PASSES)
+    everywhere = distributed.gather_objects(passed)
+    if None in everywhere:
+        return None
+    return Point(
+        tokens=tokens,
+        peak_bytes=max(one.peak_bytes for one in everywhere) + to_come,
+        seconds=max(one.seconds for one in everywhere),
+    )
+
+
+def try_longest(trainer: SFTTrainer, job: Job, memory: Memory) -> float | None:
+    """Peak memory of one pass on the job's largest micro-batch, with what training will hold besides; None if memory
+    ran out."""
+    found = micro_batch.longest_rows(job.layout, job.batch.per_device)
+    batch = trainer.collate_rows(job.layout.__getitems__(found.tolist()), pack_length=job.layout.packs.pack_length)
+    passed = micro_batch.run_passes(trainer, batch, int(job.layout.label_tokens[found].sum()), memory, 1)
+    return None if passed is None else passed.peak_bytes + micro_batch.bytes_not_yet_allocated(trainer)
+
+
+@contextlib.contextmanager
+def _unsloth_length(model: object, tokens: int) -> Iterator[None]:
+    """Context in which Unsloth's model takes rows of so many tokens: it cuts longer ones than it was loaded for."""
+    found = [
+        module
+        for module in getattr(model, "modules", list)()
+        if isinstance(length := vars(module).get("max_seq_length"), int) and length < tokens
+    ]
+    before = [module.max_seq_length for module in found]
+    for module in found:
+        module.max_seq_length = tokens
+    try:
+        yield
+    finally:
+        for module, length in zip(found, before, strict=True):
+            module.max_seq_length = length
+
+
+def least(limit_bytes: float | None) -> float:
+    """The limit that holds on every rank."""
+    assert limit_bytes is not None
+    return min(distributed.gather_objects(limit_bytes))
+
+
+# --- a job ----------------------------------------------------------------------------------------------------------
+
+
+def rows(job: Job) -> Rows:
+    """What of the job's rows decides memory and speed."""
+    longest = micro_batch.longest_rows(job.layout, job.batch.per_device)
+    return Rows(
+        most=int(measurements.micro_batch_tokens(longest, job.layout)),
+        longest=int(job.layout.tokens.max()),
+        tokens=int(job.layout.tokens.sum()),
+        squares=int(job.layout.squared_lengths.sum()),
+    )
+
+
+def own_mode(job: Job) -> Mode:
+    """The mode of a job whose configuration leaves nothing open."""
+    kind = recompute.resolve(job.config.training.gradient_checkpointing, job.stack.backend)
+    return Mode(gradient_checkpointing=kind, tiled_mlp=job.config.model.tiled_mlp)
+
+
+def ladder(job: Job) -> list[Mode]:
+    """The modes that this backend has, from the one that recomputes nothing to the one that needs the least memory;
+    only those with the `model.tiled_mlp` that is configured, if it is."""
+    found = activation_modes(job.stack.backend)
+    if "model.tiled_mlp" in job.config.given:
+        found = list(dict.fromkeys((kind, job.config.model.tiled_mlp) for kind, _ in found))
+    return [Mode(gradient_checkpointing=kind, tiled_mlp=tiled) for kind, tiled in found]
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeChoice:
+    """How a run keeps activations, why, and the seconds that it took to find."""
+
+    mode: Mode
+    reason: str
+    seconds: float = 0.0
+    searches: bool = False  # whether the run still measures before its first step
+
+    @property
+    def line(self) -> str | None:
+        """What a run prints about it; None if the configuration leaves nothing open, or it is not known yet."""
+        if self.searches or self.reason == AS_CONFIGURED:
+            return None
+        took = f" ({self.seconds:.1f} s)" if self.seconds else ""
+        return f"Chosen by auto: {self.mode.text}, {self.reason}{took}"
+
+    def configuration(self, config: Config) -> Config:
+        """The configuration with this mode, if it leaves the mode open and that is known."""
+        if self.searches or self.reason == AS_CONFIGURED:
+            return config
+        training = replace(config.training, gradient_checkpointing=self.mode.gradient_checkpointing)  # type: ignore
+        return replace(config, training=training, model=replace(config.model, tiled_mlp=self.mode.tiled_mlp))
+
+    def to_dict(self) -> JsonObject:
+        """For run.json and checkpoints."""
+        return {**vars(self.mode), "reason": self.reason, "seconds": self.seconds}
+
+
+def choose(job: Job, kept: JsonObject | None) -> ModeChoice:
+    """The mode that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
+    measurement of this job gives. Every rank calls it.
+
+    Args:
+        kept: `ModeChoice.to_dict` of the checkpoint that the run resumes from.
+    """
+    config = job.config
+    if not config.training.leaves_activations_open:
+        return ModeChoice(mode=own_mode(job), reason=AS_CONFIGURED)
+    modes = ladder(job)
+    for mode in modes:
+        if kept is not None and vars(mode).items() <= kept.items():
+            return ModeChoice(mode=mode, reason="as in the checkpoint")
+    loaded = recompute.resolve(LOADED_AS, job.stack.backend)
+    plain = next(one for one in modes if one.gradient_checkpointing == loaded)
+    limit = micro_batch.device_memory(job.stack.device).limit_bytes
+    if limit is None:
+        return ModeChoice(mode=plain, reason="as on any CPU, which has no memory of its own to fill")
+    earlier, wanted = find(job), rows(job)
+    chosen = None if earlier is None else activations.fastest(earlier, wanted, limit)
+    everywhere = distributed.gather_objects(None if chosen is None else vars(chosen.mode))
+    if chosen is not None and all(one == everywhere[0] for one in everywhere):  # machines have their own caches
+        return ModeChoice(mode=chosen.mode, reason=f"{_why(chosen, wanted, limit)}, by an earlier measurement")
+    return ModeChoice(mode=plain, reason="to be measured", searches=True)
+
+
+def search_before_first_step(job: Job, trainer: SFTTrainer) -> ModeChoice:
+    """Measure all modes before the first step, and apply the fastest that holds the job. Every rank calls it.
+
+    Raises:
+        RunError: none holds it.
+    """
+    began = time.perf_counter()
+    memory = micro_batch.device_memory(job.stack.device)
+    with activity.during("measuring how activations are kept"):
+        found = measure(trainer, job.layout, job.size, ladder(job), memory)
+    process_memory.reset()
+    save(job, found)
+    chosen = decide(rows(job), found, least(memory.limit_bytes))
+    apply(trainer, chosen.mode)
+    return replace(chosen, seconds=time.perf_counter() - began)
+
+
+def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> ModeChoice:
+    """The fastest mode that holds the job's rows.
+
+    Raises:
+        RunError: none holds them, even without a margin.
+    """
+    if (chosen := activations.fastest(found, wanted, limit)) is not None:
+        return ModeChoice(mode=chosen.mode, reason=_why(chosen, wanted, limit))
+    frugal = activations.most_frugal(found, limit)
+    if frugal is None or not fits_without_margin(frugal, wanted, limit):
+        raise RunError(refusal(found, wanted, limit))
+    why = f"the one that needs the least memory: {_need(frugal, wanted, limit)}, above the margin of {MEMORY_MARGIN}"
+    return ModeChoice(mode=frugal.mode, reason=why)
+
+
+def fits_without_margin(one: Measured, wanted: Rows, limit: float) -> bool:
+    """Whether the largest micro-batch fits if nothing of the memory is kept free."""
+    return one.line is not None and one.line.peak_bytes(wanted.most) <= limit / MEMORY_MARGIN
+
+
+def _why(chosen: Measured, wanted: Rows, limit: float) -> str:
+    return f"the fastest that holds {_need(chosen, wanted, limit)}"
+
+
+def _need(one: Measured, wanted: Rows, limit: float) -> str:
+    assert one.line is not None
+    gib = one.line.peak_bytes(wanted.most) / 2**30
+    return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / MEMORY_MARGIN / 2**30:.1f}"
+
+
+def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
+    """Why the largest micro-batch does not fit, and the settings that hold it."""
+    frugal = activations.most_frugal(found, limit)
+    longest = 0 if frugal is None or frugal.line is None else frugal.line.longest(limit) or 0
+    text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
+    if (settings := activations.remedy(found, wanted, limit)) is not None:
+        return f"{text}. It fits with {settings}."
+    modes = " or ".join(one.mode.text for one in found[-1:])
+    if not longest:
+        return f"{text}, and no row does, also with {modes}: the model fills it. See `finetune advise`."
+    return f"{text}: at most {longest:,} fit, with {modes}. Lower data.max_length."
+
+
+def known_remedy(job: Job) -> str | None:
+    """The settings that hold the job in place of its own, if all modes were measured earlier."""
+    limit, found = micro_batch.device_memory(job.stack.device).limit_bytes, find(job)
+    others = [one for one in found or () if one.mode != own_mode(job)]
+    return None if limit is None else activations.remedy(others, rows(job), limit)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+def save(job: Job, found: Sequence[Measured]) -> None:
+    """Write the measured modes of a job to the cache."""
+    tried = [vars(one) for one in ladder(job)]
+    measurements.save_modes(measurements.facts(job), tried, [asdict(one) for one in found])
+
+
+def find(job: Job) -> list[Measured] | None:
+    """The modes that were measured for this job, at any batch; None without a measurement of all of them."""
+    content, modes = measurements.find_modes(measurements.facts(job)), ladder(job)
+    if content is None or not all(vars(one) in content["tried"] for one in modes):
+        return None
+    try:
+        found = [Measured.from_dict(one) for one in content["modes"]]
+    except (TypeError, KeyError, ValueError):  # of another version
+        return None
+    return [one for one in found if one.mode in modes]
