@@ -810,6 +810,8 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
             (key, "model.attn_implementation"),
             "the GPUs that share a row compute its attention together, in this program's way. Remove the latter.",
         )
+    if training.extra.get("torch_compile"):
+        yield (key, "training.torch_compile"), "the exchange between GPUs is not compiled. Remove one of them."
     if training.extra.get("neftune_noise_alpha"):
         yield (
             (key, "training.neftune_noise_alpha"),
