@@ -210,10 +210,10 @@ def _causal_lm(name: str, bits: int | None, dtype: torch.dtype | None, **argumen
 
 
 def _load_adapter(model: Any, folder: Path) -> Any:
-    from peft import PeftModel
+    from finetune.engine.model.adapters import load_adapter
 
     with _loading(folder, "adapter"):
-        return PeftModel.from_pretrained(model, str(folder))
+        return load_adapter(model, str(folder))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
 
 NAME = "finetune_context_parallel"  # among transformers' attention functions
+# Arguments of an attention function of transformers that need more than each head's queries, keys and values.
+NOT_SHARED = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -179,12 +181,14 @@ def context_attention(
     given: JsonObject = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **further}
     if further.get("cu_seq_lens_q") is None:
         return attention.packed_attention(module, query, key, value, attention_mask, **given)
-    for name in ("s_aux", "softcap", "position_bias"):
-        if further.get(name) is not None:
-            raise UserError(
-                f"training.context_parallel is {group.size}, but this model's attention has {name}, which several "
-                "GPUs cannot share. Set it to 1."
-            )
+    own_mask = attention_mask is not None and attention_mask.numel() > 1  # not `batch_arguments`' placeholder
+    found = [name for name in NOT_SHARED if further.get(name) is not None] + ["a mask of its own"] * own_mask
+    found += ["dropout"] * bool(dropout)
+    if found:
+        raise UserError(
+            f"training.context_parallel is {group.size}, but this model's attention has {found[0]}, which several GPUs "
+            "cannot share. Set it to 1."
+        )
     dtype = attention.kernel_dtype(value)
     own = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]
     whole = [tensor.transpose(0, 1)[None] for tensor in gather_tokens(own[0], own[1], own[2], group)]

@@ -33,6 +33,8 @@ _HOLDS = {
 }
 # Names that PEFT takes for those of experts, or of a router, in some models: it would look for no layer beside them.
 EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+# Classes of routers. Of other gates, as those of linear attention, an adapter is meant.
+_ROUTER = re.compile(r"Router$|TopKGating$|MoE\w*Gate$")
 INITIALIZATIONS = (True, False, "gaussian")
 # Arguments of PEFT's LoraConfig that its adapter of a parameter refuses or ignores, and the value without effect.
 _ARGUMENTS = {"use_dora": False, "lora_bias": False, "velora_config": None, "kasa_config": None}
@@ -55,9 +57,13 @@ def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
 
 
 def routers(model: Model) -> dict[int, torch.nn.Module]:
-    """The modules that choose experts, by their ids."""
-    declared = {id(module): module for module, _ in router_loss.routers(model)}
-    return declared | {id(module): module for module in model.modules() if type(module).__name__.endswith("Router")}
+    """The modules that choose experts, by their ids: those that the model declares, and by their names, with the layers
+    that some have inside."""
+    found = {id(module): module for module, _ in router_loss.routers(model)}
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "router" or _ROUTER.search(type(module).__name__):
+            found |= {id(part): part for part in module.modules()}
+    return found
 
 
 def adapted_names(model: Model) -> list[str]:
@@ -109,7 +115,8 @@ def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -
         ]
         if targets != "all-linear":
             named = [path for path, module in modules.items() if id(module) in choosing and matches(targets)(path)]
-            chosen += [f"{path}.weight" for path in named if path not in names]
+            inside = [path for path in modules if any(f"{path}.".startswith(f"{one}.") for one in named)]
+            chosen += [f"{path}.weight" for path in inside if path not in names and _has_matrix(modules[path])]
         chosen = [path for path in chosen if not _is_left_out((path, path.rpartition(".")[0]), config)]
         parameters = _endings(chosen, (name for name, _ in model.named_parameters()), least=3)
     if parameters:
@@ -119,6 +126,10 @@ def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -
     by_place = [path for path in by_place if not _is_left_out((path,), config)]
     found = _endings(by_name, modules, least=1) + _endings(by_place, modules, least=2)
     return {"target_modules": found, "target_parameters": parameters}
+
+
+def _has_matrix(module: torch.nn.Module) -> bool:
+    return isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.ndim == 2
 
 
 def names_stacked(path: str, targets: Sequence[str] | str) -> bool:

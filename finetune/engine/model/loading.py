@@ -14,7 +14,13 @@ from finetune.config import Config
 from finetune.config.rules import LOADED_AS
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
 from finetune.engine.model import adapter_targets, expert_targets
-from finetune.engine.model.adapters import adapter_arguments, adapter_seed, adapter_target_modules, add_adapter
+from finetune.engine.model.adapters import (
+    adapter_arguments,
+    adapter_seed,
+    adapter_target_modules,
+    add_adapter,
+    load_adapter,
+)
 from finetune.engine.model.load_arguments import (
     attention_arguments,
     dequantization_config,
@@ -133,7 +139,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
 def _load_transformers(
     config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, without_weights: bool = False
 ) -> Any:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig
     from transformers import AutoModelForCausalLM
 
     name = str(config.model.model_name_or_path)
@@ -159,7 +165,7 @@ def _load_transformers(
     if quantization is not None:
         _prepare_quantized(model)
     if continue_adapter:
-        return PeftModel.from_pretrained(model, name, is_trainable=True)
+        return load_adapter(model, name, is_trainable=True)
     adapter_targets.check(model, config, adapter_target_modules(config), "transformers")
     torch.manual_seed(adapter_seed(config))
     return add_adapter(model, config)

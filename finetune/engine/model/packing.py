@@ -18,7 +18,7 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
-from finetune.runtime.types import Model
+from finetune.runtime.types import JsonObject, Model
 
 # Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
 _PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -92,8 +92,34 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
     """
     why = why_not_packed(model, stack) or context_attention.why_not_shared(model, resolve_dtype(config, stack))
     if why is not None:
-        raise UserError(f"training.context_parallel is {context.size}, which this run cannot have: {why}. Set it to 1.")
+        raise UserError(_not_shared(why, context))
     context_attention.install(model, context)
+    if any(distributed.gather_objects(_depends_on_parts(model, resolve_dtype(config, stack), context))):
+        why = f"{model.config.model_type} computes another thing from a part of a row, which was tried"
+        raise UserError(_not_shared(why, context))
+
+
+def _not_shared(why: str, context: ContextGroup) -> str:
+    return f"training.context_parallel is {context.size}, which this run cannot have: {why}. Set it to 1."
+
+
+@torch.no_grad()
+def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -> bool:
+    """Whether this rank's logits change if it has a part of a short document instead of all: something else than
+    attention looks at other tokens."""
+    each = 8
+    device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(each * context.size, device=device) % vocabulary)[None]
+    own = slice(context.part * each, (context.part + 1) * each)
+    bounds = attention.batch_arguments(torch.tensor([ids.shape[1]], dtype=torch.int32), device)
+    places = torch.arange(ids.shape[1], device=device)[None]
+    whole, part = _logits(
+        model,
+        dtype,
+        {"input_ids": ids, "position_ids": places},
+        {"input_ids": ids[:, own], "position_ids": places[:, own], **bounds},
+    )
+    return _differ(whole[own], part, dtype)
 
 
 @torch.no_grad()
@@ -109,16 +135,24 @@ def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     ids = torch.arange(tokens, device=device)[None] % vocabulary
     other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
     places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
+    found, changed = _logits(model, dtype, *({"input_ids": one, "position_ids": places} for one in (ids, other)))
+    return _differ(found[first:], changed[first:], dtype)
+
+
+def _logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.Tensor]:
+    """The logits of rows as the trainer would compute them, float32 [tokens, vocabulary] each. Every rank calls it."""
     keep_4bit_layout(model)
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # as the trainer calls it
-        found, changed = (
-            model(input_ids=one, position_ids=places, use_cache=False).logits[0, first:].float() for one in (ids, other)
-        )
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        found = [model(**row, use_cache=False).logits[0].float() for row in rows]
     model.train(was_training)
     if shard.is_sharded(model):
         shard.reshard(model)
-    # Masked positions add nothing, but experts may round differently beside other tokens.
-    in_float32 = device.type == "cpu" and dtype == torch.float32  # GPUs may multiply in TF32
-    return bool((found - changed).abs().max() > (1e-4 if in_float32 else 0.05) * found.abs().max())
+    return found
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits differ by more than rounding: experts may round differently beside other tokens."""
+    in_float32 = one.device.type == "cpu" and dtype == torch.float32  # GPUs may multiply in TF32
+    return bool((one - other).abs().max() > (1e-4 if in_float32 else 0.05) * one.abs().max())

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config import Config
 from finetune.data.templates.chat_templates import load_template
 from finetune.engine.model.load_errors import explain_load_error
+from finetune.engine.preflight import adapter_files
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.types import Model, Tokenizer
@@ -22,11 +23,11 @@ def load_tokenizer(config: Config) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
-    name = config.model.model_name_or_path
-    files.check_name(Path(str(name)), "model.model_name_or_path")
+    files.check_name(Path(str(config.model.model_name_or_path)), "model.model_name_or_path")
+    name, revision = adapter_files.tokenizer_source(config)
     with explain_load_error(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+            name, revision=revision, trust_remote_code=config.model.trust_remote_code
         )
     return set_padding(tokenizer)
 

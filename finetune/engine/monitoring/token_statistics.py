@@ -81,7 +81,8 @@ def document_losses(found: TokenStatistics, inputs: JsonObject, group: ContextGr
 def _shared_document_losses(found: TokenStatistics, inputs: JsonObject, group: ContextGroup) -> torch.Tensor:
     """Of documents whose tokens several ranks have; empty on all but the first."""
     bounds, targets = inputs["cu_seq_lens_q"], inputs["shift_labels"].flatten()
-    places = torch.arange(len(targets), device=targets.device) + group.part * len(targets)
+    first = group.part * len(targets)
+    places = torch.arange(first, first + len(targets), dtype=bounds.dtype, device=targets.device)
     numbers = torch.searchsorted(bounds, places, right=True) - 1
     # Float64 counts exactly. A label that a position predicts is of the same document, or none.
     each = torch.stack([-found.log_probs.flatten().double(), (targets != IGNORE_INDEX).double()])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.engine.preflight.hub import hub_is_off
-from finetune.engine.preflight.model_files import ADAPTER, cached_model_file, model_folder, read_object
+from finetune.engine.preflight.model_files import ADAPTER, TOKENIZER, cached_model_file, model_folder, read_object
 from finetune.errors import UserError
 from finetune.runtime.files import read_json
 
@@ -29,6 +29,16 @@ def base_folder(config: Config) -> Path | None:
     if (adapter := local_adapter(config)) is not None:
         name, revision = str(adapter.get("base_model_name_or_path")), None
     return model_folder(name, revision)
+
+
+def tokenizer_source(config: Config) -> tuple[str, str | None]:
+    """Name and revision of the model that has the tokenizer: the base of an adapter whose folder has none, which is how
+    PEFT saves it."""
+    name, revision = str(config.model.model_name_or_path), config.model.revision
+    found = local_adapter(config) if Path(name).is_dir() else None
+    if found is None or any((Path(name) / one).is_file() for one in TOKENIZER):
+        return name, revision
+    return str(found.get("base_model_name_or_path")), None
 
 
 def local_adapter(config: Config) -> dict | None:

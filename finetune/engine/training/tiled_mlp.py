@@ -93,7 +93,7 @@ class Tiled:
         # First, and by itself: the recomputation of a layer ends with the last tensor that the layer saves. If that is
         # this one, the layer's recomputation does not compute the MLP, whose output nothing saves.
         keeper = _Keep.apply(torch.empty(0, requires_grad=True), x)
-        return _Tiles.apply(self, length, keeper.grad_fn, x, *_trained(self.module))
+        return _Tiles.apply(self, length, [keeper], x, *_trained(self.module))
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
@@ -127,7 +127,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """An MLP in tiles of `length` tokens. `kept` is the node of `_Keep` for x; `parameters` are those that train."""
+    """An MLP in tiles of `length` tokens. `kept` is a list of what `_Keep` returned for x: as long as that exists, so
+    does what it has saved. `parameters` are those that train."""
 
     @staticmethod
     def forward(ctx: Any, tiled: Tiled, length: int, kept: Any, x: torch.Tensor, *parameters: nn.Parameter) -> Any:
@@ -139,7 +140,9 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,), ctx.kept = ctx.kept.saved_tensors, None
+        kept = ctx.kept.pop()
+        (x,) = kept.grad_fn.saved_tensors
+        del kept
         rows, given = (one.reshape(1, -1, one.shape[-1]) for one in (x, gradients[0]))
         wants_x = ctx.needs_input_grad[3]
         dx = torch.empty_like(rows) if wants_x else None

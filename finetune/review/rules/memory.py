@@ -38,7 +38,7 @@ def retries(run: Run) -> float | None:
 
 
 def _activation_measure(run: Run) -> str:
-    """The next setting that makes a row need less memory, as `rules.less_activation_memory`."""
+    """The next setting that makes a row need less memory."""
     kind, on_unsloth = run.at("config.training.gradient_checkpointing"), run.at("backend") == "unsloth"
     if kind and (kind == "offload" or on_unsloth and kind == "unsloth"):
         return "a lower data.max_length" if run.at("config.model.tiled_mlp") else "model.tiled_mlp: true"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ import torch
 import transformers
 from torch.nn.attention import varlen
 
+from finetune.config import load
 from finetune.data.collate import MULTIPLE, collate
 from finetune.data.layout import Document
 from finetune.engine.kernels import attention, context_attention
 from finetune.engine.kernels.context_attention import Heads, deal_heads
+from finetune.engine.model import packing
 from finetune.engine.monitoring import token_statistics
 from finetune.engine.training.batches import own_part, targets, to_device
 from finetune.engine.training.loss import loss_of_part
 from finetune.errors import UserError
 from finetune.runtime.ranks.context_group import ContextGroup
 from tests.helpers import tiny
+from tests.helpers.config import MODEL
 from tests.unit.engine.kernels.test_attention import of_each_document
 
 VOCABULARY = 64
@@ -211,14 +215,47 @@ def test_a_model_whose_attention_cannot_be_shared_is_refused() -> None:
     assert context_attention.why_not_shared(tiny.make_moe("Qwen3Moe"), torch.float32) is None
 
 
-def test_an_attention_with_more_than_queries_keys_and_values_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"softcap": 50.0}, "softcap"),
+        ({"indices": torch.ones(1)}, "indices"),
+        ({"attention_mask": torch.ones(1, 1, 4, 8)}, "a mask of its own"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_an_attention_with_more_than_queries_keys_and_values_is_refused(given: dict, named: str) -> None:
     """Which only its call shows, in a model of an unknown kind."""
     heads = torch.ones(1, 2, 4, 8)
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
-    with pytest.raises(UserError, match="^training.context_parallel is 2, but this model's attention has softcap"):
-        context_attention.context_attention(
-            threads(2), torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **bounds
-        )
+    arguments = attention.batch_arguments(torch.tensor([8], dtype=torch.int32), torch.device("cpu")) | given
+    with pytest.raises(UserError, match=f"^training.context_parallel is 2, but this model's attention has {named},"):
+        context_attention.context_attention(threads(2), torch.nn.Identity(), heads, heads, heads, **arguments)
+
+
+def test_a_model_that_mixes_tokens_outside_of_its_attention_is_refused() -> None:
+    """Found by trying it: here its first layer adds to each token the one before."""
+
+    def mix(module: Any, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output + output.roll(1, dims=1)
+
+    stack: Any = types.SimpleNamespace(backend="transformers", device="cpu")
+    config = load([*MODEL, "--model.dtype", "float32"])
+    for mixes in (False, True):
+        group = threads(2)
+        copies = [model(4, 2, None) for _ in range(2)]
+        for one in copies if mixes else []:
+            one.model.embed_tokens.register_forward_hook(mix)
+
+        def rank(part: int, copies: list[Any] = copies, group: Threads = group) -> None:
+            packing.prepare_for_shared_rows(copies[part], config, stack, group)
+
+        if not mixes:
+            on_all(group, rank)
+            continue
+        with pytest.raises(
+            UserError, match="^training.context_parallel is 2, .*qwen3 computes another thing from a part"
+        ):
+            on_all(group, rank)
 
 
 def test_a_kernel_is_timed_at_the_heads_of_one_rank() -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion
+from safetensors.torch import load_file, save_file
 
 from finetune.config import load
 from finetune.engine.model import adapter_coverage, adapter_targets, adapters, expert_targets
@@ -115,6 +116,20 @@ def test_an_adapter_beside_experts_is_loaded(family: str, tmp_path: Path) -> Non
     assert (outputs[0] - make_moe(family).eval()(ids).logits).abs().max() > 0.1
 
 
+def test_an_adapter_that_peft_does_not_load_whole_is_refused(tmp_path: Path) -> None:
+    """As it loads Laguna's shared experts: it warns, and they were as they had been initialized."""
+    model = adapters.add_adapter(
+        make_moe("Mixtral"), load(["--model.model_name_or_path", "m", "--data.train_file", "x"])
+    )
+    model.save_pretrained(tmp_path)
+    assert adapters.load_adapter(make_moe("Mixtral"), str(tmp_path)).peft_config
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: one for name, one in tensors.items() if "experts.lora_B" not in name}, file)
+    with pytest.raises(UserError, match=r"it has no tensors for .*layers\.0\.mlp\.experts\.lora_B.* and 1 more"):
+        adapters.load_adapter(make_moe("Mixtral"), str(tmp_path))
+
+
 DOWN = ("--lora.target_parameters", "[experts.down_proj]")
 NAMES_EXPERTS = ("--lora.target_modules", "[q_proj, gate_proj, up_proj, down_proj]")
 
@@ -148,6 +163,25 @@ def test_excluded_experts_have_no_adapter(excluded: str, expected: set[str]) -> 
     found = adapted(make_moe("Mixtral"), "--lora.adapter_kwargs", f"{{exclude_modules: {excluded}}}")
     assert {name.rpartition(".")[2] for name in found if "experts" in name} == expected
     assert len(found) == 8 + 2 * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "router", "given"),
+    [
+        ("HunYuanMoEV1", "mlp.gate.wg", {"num_experts": 4, "moe_topk": 2}),
+        ("Afmoe", "mlp.router.gate", {"num_experts": 4, "moe_intermediate_size": 16, "num_dense_layers": 0}),
+    ],
+)
+def test_a_router_with_a_layer_inside(family: str, router: str, given: dict[str, Any]) -> None:
+    """`all-linear` had an adapter on it."""
+    found = adapted(make_moe(family, head_dim=16, **given), "--lora.target_modules", "all-linear")
+    assert any("experts.down_proj" in name for name in found) and not any(f"{router}." in name for name in found)
+    words = ["--lora.target_parameters", f"[{router}.weight]", "--lora.target_modules", "[]"]
+    named = {f"model.layers.{layer}.{router}.weight" for layer in range(2)}
+    assert adapted(make_moe(family, head_dim=16, **given), *words) == named
+    if router.endswith("gate.wg"):
+        words = ["--lora.target_modules", "[o_proj, gate]"]
+        assert adapted(make_moe(family, head_dim=16, **given), *words) > named
 
 
 def test_an_empty_list_of_layers_is_all_of_them() -> None:

@@ -10,8 +10,10 @@ import pytest
 from huggingface_hub import constants
 
 from finetune.config import Config, load
+from finetune.engine.model import tokenizer_loading
 from finetune.engine.preflight import adapter_files, config_checks
 from finetune.errors import UserError
+from tests.helpers import tiny
 
 
 def config(name: Path | str, *extra: str) -> Config:
@@ -90,3 +92,15 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
     config_checks.check_model(right)
     assert (adapter_files.adapter(right) or {})["r"] == 8
+
+
+def test_the_tokenizer_of_an_adapter_without_one_is_that_of_its_base(tmp_path: Path) -> None:
+    """PEFT saves an adapter alone: continuing it failed for want of a tokenizer."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    tiny.make_tokenizer(base)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    given = config(folder, "--model.revision", "main", "--lora.continue_adapter", "true")
+    assert tokenizer_loading.load_tokenizer(given).name_or_path == str(base)
+    tiny.make_tokenizer(folder)
+    assert tokenizer_loading.load_tokenizer(given).name_or_path == str(folder)
