@@ -14,7 +14,7 @@ import torch
 
 from finetune.config import load
 from finetune.engine.training.loss import StepStatistics
-from finetune.measure import measurements, sharding, slices
+from finetune.measure import dry_run_slices, measurements, sharding, slices
 from finetune.measure.activations import Line, Measured, Mode, Point
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
@@ -400,3 +400,36 @@ def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pyte
     assert measurements.find(found.whole.facts)[0] is None  # it is no measurement of a run with DDP
     path.write_text(json.dumps({"kind": "sharded"}))
     assert slices.find(found.whole.facts)[0] is None
+
+
+def test_a_sharded_job_that_does_not_fit_is_refused_with_the_settings_that_hold_it(monkeypatch: Any) -> None:
+    """Slices of one and two layers of a model of four: as `true`, a token needs 40 bytes in each layer."""
+    monkeypatch.setattr(dry_run_slices.measurements, "find_comm", lambda *_: (None, "not measured"))
+    found = sharded(whole=replace(measured(4), memory_bytes=10_000.0), activation_bytes=8000.0)
+    held = slices._held_by_a_slice(found.sizes.of_first(2), found.sizes, found.stored)
+
+    def report(layers: int) -> dict[str, Any]:
+        modes = []
+        for kind, need in ((True, 40), ("offload", 4)):
+            points = [
+                {"tokens": tokens, "peak_bytes": held + need * layers * tokens, "seconds": 1.0} for tokens in (8, 16)
+            ]
+            mode = {"gradient_checkpointing": kind, "tiled_mlp": False}
+            modes.append({"mode": mode, "held_bytes": held, "points": points, "host_tokens": None})
+        rows = {"most": 50, "longest": 50, "tokens": 100, "squares": 5000}
+        own = {"gradient_checkpointing": True, "tiled_mlp": False, "reason": "as configured"}
+        return {"longest_rows": {"modes": modes, "rows": rows, "own": own}}
+
+    longest = dry_run_slices.Longest.read([report(1), report(2)], (1, 2), found, 2)
+    result = dry_run_slices.sharded_result(found, 50, 2, longest)
+    assert not result["go"] and result["reason"].endswith(
+        "on 2 it is predicted to fit with training.gradient_checkpointing: offload"
+    )
+    room = slices.room(found, 0.8 * 10_000, 2)
+    (row,) = [row for row in result["sharded"]["rows"] if row["world_size"] == 2]
+    assert row["longest_row_tokens"] == int(room / (4 * 40)) < 50
+    assert [one["longest_row_tokens"] for one in result["longest_rows"]["modes"]] == [
+        int(room / (4 * 40)),
+        int(room / (4 * 4)),
+    ]
+    assert dry_run_slices.Longest.read([{"longest_rows": None}] * 2, (1, 2), found, 2) is None  # of a CPU
