@@ -88,9 +88,8 @@ class TrialModes:
         own, limit = self.of(self.choice.mode), self.trial.memory.limit_bytes
         if own is None or own.line is None or limit is None:
             return True
-        return (
-            own.line.peak_bytes(self.rows.most / self.trial.job.batch.per_device * per_device) <= limit / MEMORY_MARGIN
-        )
+        tokens = self.rows.most / self.trial.job.batch.per_device * per_device
+        return own.line.peak_bytes(tokens) <= limit / MEMORY_MARGIN
 
     def remedy(self) -> str:
         """Why the longest micro-batch does not fit, and the settings that hold it, proven by a pass on it."""
@@ -137,4 +136,7 @@ class TrialModes:
 
     def fits_with(self) -> list[str] | None:
         """Arguments with which the longest micro-batch was proven to fit."""
-        return None if self.proof is None else Mode(**self.proof["mode"]).flags()
+        limit = self.trial.memory.limit_bytes
+        if self.proof is None or limit is None or self.proof["measured_peak_bytes"] > limit:
+            return None
+        return Mode(**self.proof["mode"]).flags()
