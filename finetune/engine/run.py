@@ -27,7 +27,7 @@ from finetune.engine.session import (
     recording,
     report,
 )
-from finetune.engine.session.report import ActivationMode, MicroBatch
+from finetune.engine.session.report import ActivationChoice, MicroBatch
 from finetune.errors import RunError
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
@@ -111,7 +111,7 @@ class Door(abc.ABC):
 class Open:
     """What may still be measured before the first step: how activations are kept, and the micro-batch."""
 
-    mode: ActivationMode
+    mode: ActivationChoice
     size: MicroBatch
 
     @property
@@ -207,6 +207,8 @@ def _begin(
 ) -> None:
     """Check and record the trainer, and have it measure before the first step what is open."""
     recording.record_trainer(record, job, trainer, checkpoint)
+    if left.mode.line is not None:  # a script has built its trainer before it was known
+        upper.longest_row.apply(trainer, left.mode.mode)
     _note(record, trainer, job, left)
     start_up = startup.current()
 

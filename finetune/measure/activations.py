@@ -46,11 +46,13 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Passes on one document of so many tokens: peak memory, and the seconds of a forward and backward pass."""
+    """Passes on one document of so many tokens: peak memory, the seconds of a forward and backward pass, and those of
+    the first pass, which compiles."""
 
     tokens: int
     peak_bytes: float
     seconds: float
+    first_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,24 +71,20 @@ class Line:
             return None
         return max(int((limit_bytes - self.fixed_bytes) / self.bytes_per_token), 0)
 
-    def ranks(self, tokens: float, limit_bytes: float) -> int | None:
-        """Ranks that hold one row of so many tokens together (context parallelism divides its activations); None if
-        RANKS are not enough."""
-        each = ((ranks, self.peak_bytes(tokens / ranks)) for ranks in RANKS)
-        return next((ranks for ranks, peak in each if peak <= limit_bytes), None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """A mode, measured.
 
-    held_bytes: before the passes: weights, and whatever else stays
-    points:     by length, at most two; none if memory ran out at the shortest
+    held_bytes:  before the passes: weights, and whatever else stays
+    points:      by length, at most two; none if memory ran out at the shortest
+    host_tokens: of a micro-batch whose activations the host has memory for; None if it keeps none
     """
 
     mode: Mode
     held_bytes: float
     points: tuple[Point, ...]
+    host_tokens: int | None = None
 
     @classmethod
     def from_dict(cls, content: JsonObject) -> Measured:
@@ -95,6 +93,7 @@ class Measured:
             mode=Mode(**content["mode"]),
             held_bytes=float(content["held_bytes"]),
             points=tuple(Point(**one) for one in content["points"]),
+            host_tokens=content["host_tokens"],
         )
 
     @property
@@ -107,6 +106,27 @@ class Measured:
         tokens, peak = (first.tokens, first.peak_bytes) if len(self.points) > 1 else (0, self.held_bytes)
         slope = max((last.peak_bytes - peak) / (last.tokens - tokens), 0.0)
         return Line(fixed_bytes=last.peak_bytes - slope * last.tokens, bytes_per_token=slope)
+
+    def longest(self, limit_bytes: float) -> int | None:
+        """Tokens of the longest row that fits, one row a micro-batch; None if memory does not grow with them."""
+        if self.line is None:
+            return 0
+        found = [one for one in (self.line.longest(limit_bytes), self.host_tokens) if one is not None]
+        return min(found, default=None)
+
+    def fits(self, tokens: int, limit_bytes: float) -> bool:
+        """Whether a micro-batch of so many tokens fits."""
+        if self.line is None or self.line.peak_bytes(tokens) > limit_bytes:
+            return False
+        return self.host_tokens is None or tokens <= self.host_tokens
+
+    def ranks(self, tokens: int, limit_bytes: float) -> int | None:
+        """Ranks that hold a micro-batch of so many tokens together, if each has as many tokens of its rows (context
+        parallelism); None if RANKS are not enough. What the host keeps is not divided."""
+        if self.line is None or (self.host_tokens is not None and tokens > self.host_tokens):
+            return None
+        each = ((ranks, self.line.peak_bytes(tokens / ranks)) for ranks in RANKS)
+        return next((ranks for ranks, peak in each if peak <= limit_bytes), None)
 
     def seconds(self, tokens: float, squared_lengths: float) -> float:
         """Predicted seconds of passes on documents of so many tokens in all.
@@ -133,18 +153,20 @@ class Rows:
     most:            tokens of the largest micro-batch, padding included
     longest:         tokens of the longest row
     tokens, squares: of all rows: tokens, and the sum of squared document lengths
+    shared_by:       ranks that share each row (context parallelism)
     """
 
     most: int
     longest: int
     tokens: int
     squares: int
+    shared_by: int = 1
 
 
 def fastest(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> Measured | None:
     """The mode that is fastest on these rows among those that hold the largest micro-batch; of equally fast ones the
     first, which does the least. None if none holds it."""
-    fitting = [one for one in found if one.line is not None and one.line.peak_bytes(rows.most) <= limit_bytes]
+    fitting = [one for one in found if one.fits(rows.most, limit_bytes)]
     speeds = [one.tokens_per_second(rows.tokens, rows.squares) for one in fitting]
     enough = (1 - NOISE) * max(speeds, default=0.0)
     return next((one for one, speed in zip(fitting, speeds, strict=True) if speed >= enough), None)
@@ -154,7 +176,7 @@ def most_frugal(found: Sequence[Measured], limit_bytes: float) -> Measured | Non
     """The mode with the longest row; None if nothing was measured."""
 
     def longest(one: Measured) -> float:
-        tokens = one.line.longest(limit_bytes) if one.line is not None else 0
+        tokens = one.longest(limit_bytes)
         return math.inf if tokens is None else tokens
 
     return max((one for one in found if one.line is not None), key=longest, default=None)
@@ -165,10 +187,12 @@ def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | N
     known to."""
     if (chosen := fastest(found, rows, limit_bytes)) is not None:
         return chosen.mode.text
-    if (frugal := most_frugal(found, limit_bytes)) is None or frugal.line is None:
+    fewest = [(ranks, one) for one in found if (ranks := one.ranks(rows.most, limit_bytes)) is not None]
+    if not fewest:
         return None
-    ranks = frugal.line.ranks(rows.most, limit_bytes)
-    return None if ranks is None else f"{frugal.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
+    ranks, one = min(fewest, key=lambda pair: pair[0])
+    ranks *= rows.shared_by
+    return f"{one.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
 
 
 def to_dict(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> JsonObject:
@@ -188,9 +212,9 @@ def _entry(one: Measured, rows: Rows, limit_bytes: float) -> JsonObject:
         return content
     return content | {
         **asdict(line),
-        "longest_row_tokens": line.longest(limit_bytes),
+        "longest_row_tokens": one.longest(limit_bytes),
         "predicted_peak_bytes": line.peak_bytes(rows.most),
-        "fits": line.peak_bytes(rows.most) <= limit_bytes,
+        "fits": one.fits(rows.most, limit_bytes),
         "tokens_per_second": one.points[0].tokens / one.points[0].seconds,
         "predicted_tokens_per_second": one.tokens_per_second(rows.tokens, rows.squares),
         "predicted_tokens_per_second_longest": one.tokens_per_second(rows.longest, rows.longest**2),

@@ -28,7 +28,7 @@ class TrialModes:
     rows:    of the job, of which the trial has a sample
     choice:  how the job keeps its activations; measured first if it `searches`
     every:   measure all modes, not only that one
-    seconds: that the measurement before the first step took
+    seconds: that the measurement before the first step took, without what a run needs as well
     """
 
     trial: Trial
@@ -59,8 +59,12 @@ class TrialModes:
                 raise DoesNotFit(str(error)) from None
             job.config = self.choice.configuration(job.config)
         longest_row.apply(trial.trainer, self.choice.mode)
-        self.seconds = time.perf_counter() - began
         own = self.of(self.choice.mode)
+        points = own.points if own is not None else ()
+        compiling = sum((one.first_seconds or one.seconds) - one.seconds for one in points)  # as a run will, too
+        elapsed = time.perf_counter() - began
+        self.seconds = elapsed - max(compiling, 0.0)
+        trial.budget.postpone(elapsed)
         one_row = job.batch.per_device == 1  # of several, fewer may fit: the search for the micro-batch finds out
         if one_row and own is not None and not longest_row.fits_without_margin(own, self.rows, limit):
             raise DoesNotFit(self.remedy())
@@ -96,7 +100,7 @@ class TrialModes:
         left = list(self.found)
         while (chosen := activations.fastest(left, self.rows, limit)) is not None and not self._prove(chosen):
             left.remove(chosen)
-        return longest_row.refusal(left, self.rows, limit)
+        return longest_row.refusal(left, self.rows, limit, proven=chosen is not None)
 
     def _prove(self, one: Measured) -> bool:
         """Whether a pass on the longest micro-batch stays below the limit."""

@@ -107,7 +107,7 @@ def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib:
     shown = Table(title=title, title_justify="left")
     shown.add_column("gradient_checkpointing")
     shown.add_column("tiled_mlp")
-    compared = next((one["points"][0]["tokens"] for one in modes if one["points"]), None)
+    compared = max((one["points"][0]["tokens"] for one in modes if one["points"]), default=None)
     speed = "tokens/s" if compared is None else f"tokens/s at {compared:,}"
     for name in ("longest row", speed, f"GiB at {rows['most']:,}", "tokens/s, this job"):
         shown.add_column(name, justify="right")
@@ -120,7 +120,8 @@ def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib:
         peak = f"{one['predicted_peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ' (does not fit)'}"
         speed = f"{one['predicted_tokens_per_second']:,.0f}" if one["fits"] else "-"
         known = "any" if longest is None else f"{longest:,} tokens"
-        shown.add_row(*settings, known, f"{one['tokens_per_second']:,.0f}", peak, speed)
+        at_compared = f"{one['tokens_per_second']:,.0f}" if one["points"][0]["tokens"] == compared else "-"
+        shown.add_row(*settings, known, at_compared, peak, speed)
     return shown
 
 

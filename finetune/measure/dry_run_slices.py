@@ -88,7 +88,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
-    result = sharded_result(found, tokens, world, Longest.read(reports, cut, found))
+    result = sharded_result(found, tokens, world, Longest.read(reports, cut, found, world))
     result["measurement_file"] = str(slices.save(found))
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
@@ -103,13 +103,15 @@ class Longest:
     own: JsonObject
 
     @classmethod
-    def read(cls, reports: Sequence[JsonObject], cut: tuple[int, int], found: slices.Sharded) -> Longest | None:
+    def read(
+        cls, reports: Sequence[JsonObject], cut: tuple[int, int], found: slices.Sharded, world: int
+    ) -> Longest | None:
         """From the dry runs of two slices; None if they ran without a limit of memory."""
         longest = [one["longest_rows"] for one in reports]
         if None in longest:
             return None
         few, more = ([Measured.from_dict(mode) for mode in one["modes"]] for one in longest)
-        modes = slices.whole_modes(few, more, cut, found)
+        modes = slices.whole_modes(few, more, cut, found, world)
         return cls(modes=modes, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
 
     def to_dict(self, room_bytes: float) -> JsonObject:
@@ -119,7 +121,7 @@ class Longest:
     def own_longest(self, room_bytes: float) -> int | None:
         """Tokens of the longest row that fits as the job keeps its activations."""
         own = next((one for one in self.modes if vars(one.mode).items() <= self.own.items()), None)
-        return None if own is None or own.line is None else own.line.longest(room_bytes)
+        return None if own is None else own.longest(room_bytes)
 
 
 def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Longest | None) -> JsonObject:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.config import Config
-from finetune.config.rules import LOADED_AS, activation_modes
+from finetune.config.rules import LOADED_AS, OFFLOAD, activation_modes
 from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.engine.job import Job
-from finetune.engine.model import positions
+from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training import recompute
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
 
 SHORT_TOKENS = 2048
-PROBE_TOKENS = 256  # of a sharded model, whose ranks must not run out of memory
+PROBE_TOKENS = 256  # of ranks that share a model or rows: if one ran out of memory, the others would wait for it
 LONG_SECONDS = 8.0  # of a pass on the longer document
 ROOM = 0.6  # part of the free memory that the longer document may need
 LEAST_RATIO = 1.25  # of the longer document to the shorter one: peaks are exact, so little is enough
@@ -97,16 +97,29 @@ def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mo
     def passes(tokens: int) -> Point | None:
         return try_document(trainer, layout, tokens, memory, to_come)
 
-    if trainer.sharded:
+    if trainer.sharded or trainer.context.size > 1:
         probe = passes(PROBE_TOKENS)
         if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
             return Measured(mode=mode, held_bytes=held, points=(probe,) if probe else ())
     first = passes(short)
     if first is None:
         return Measured(mode=mode, held_bytes=held, points=())
+    host = host_tokens(trainer, size, mode)
+    most = min((one for one in (most, host) if one is not None), default=None)
     tokens = longer_document(first, held, limit, size, most)
     second = None if tokens is None else passes(tokens)
-    return Measured(mode=mode, held_bytes=held, points=(first,) if second is None else (first, second))
+    points = (first,) if second is None else (first, second)
+    return Measured(mode=mode, held_bytes=held, points=points, host_tokens=host)
+
+
+def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
+    """Tokens of a micro-batch whose layers' inputs fit the host's memory, of which each rank of a machine has a part;
+    None if the mode keeps none there. Every rank calls it."""
+    if mode.gradient_checkpointing not in (OFFLOAD, "unsloth"):
+        return None
+    each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
+    available = MEMORY_MARGIN * read_ahead.free_bytes() / distributed.ranks().local_world_size
+    return int(min(distributed.gather_objects(available)) / each * trainer.context.size)
 
 
 def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:
@@ -114,7 +127,7 @@ def longer_document(first: Point, held: float, limit: float, size: ModelSize, mo
     longer than the first, or memory does not grow with the tokens.
 
     Args:
-        most: that the model has positions for; None if any number.
+        most: that the model has positions for, and the host memory; None if any number.
     """
     each = (first.peak_bytes - held) / first.tokens
     if each <= 0:
@@ -157,6 +170,7 @@ def try_document(
         tokens=tokens,
         peak_bytes=max(one.peak_bytes for one in everywhere) + to_come,
         seconds=max(one.seconds for one in everywhere),
+        first_seconds=max(one.first_seconds for one in everywhere),
     )
 
 
@@ -204,6 +218,7 @@ def rows(job: Job) -> Rows:
         longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),
+        shared_by=job.config.training.context_parallel,
     )
 
 
@@ -315,7 +330,7 @@ def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> ModeChoice:
 
 def fits_without_margin(one: Measured, wanted: Rows, limit: float) -> bool:
     """Whether the largest micro-batch fits if nothing of the memory is kept free."""
-    return one.line is not None and one.line.peak_bytes(wanted.most) <= limit / MEMORY_MARGIN
+    return one.fits(wanted.most, limit / MEMORY_MARGIN)
 
 
 def _why(chosen: Measured, wanted: Rows, limit: float) -> str:
@@ -328,17 +343,20 @@ def _need(one: Measured, wanted: Rows, limit: float) -> str:
     return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / MEMORY_MARGIN / 2**30:.1f}"
 
 
-def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
-    """Why the largest micro-batch does not fit, and the settings that hold it."""
+def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bool = False) -> str:
+    """Why the largest micro-batch does not fit, and the settings that hold it.
+
+    Args:
+        proven: whether a pass has shown that the fastest of `found` holds it.
+    """
     frugal = activations.most_frugal(found, limit)
-    longest = 0 if frugal is None or frugal.line is None else frugal.line.longest(limit) or 0
+    longest = 0 if frugal is None else frugal.longest(limit) or 0
     text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
-        return f"{text}. It fits with {settings}."
-    modes = " or ".join(one.mode.text for one in found[-1:])
-    if not longest:
-        return f"{text}, and no row does, also with {modes}: the model fills it. See `finetune advise`."
-    return f"{text}: at most {longest:,} fit, with {modes}. Lower data.max_length."
+        return f"{text}. It {'fits' if proven else 'is predicted to fit'} with {settings}."
+    if frugal is None or not longest:
+        return f"{text}, however its activations are kept. Lower data.max_length; `finetune advise` searches further."
+    return f"{text}: at most {longest:,} fit, with {frugal.mode.text}. Lower data.max_length."
 
 
 def known_remedy(job: Job) -> str | None:

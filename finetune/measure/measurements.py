@@ -194,6 +194,8 @@ def facts(job: Job) -> JsonObject:
     if not config.model.full_finetuning:
         found |= {f"lora.{key}": value for key, value in asdict(config.lora).items()}
     found |= {f"training.{key}": value for key, value in config.training.extra.items()}
+    if config.training.context_parallel > 1:
+        found["training.context_parallel"] = config.training.context_parallel
     found |= {
         "the size of the model": [job.size.matmul_parameters, job.size.trainable_parameters, job.size.layers],
         "data": job.data.fingerprint,

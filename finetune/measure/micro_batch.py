@@ -201,10 +201,12 @@ def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memor
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What forward and backward passes on one micro-batch took: the most memory, and the seconds of the last."""
+    """What forward and backward passes on one micro-batch took: the most memory, and the seconds of the last and of the
+    first, which compiles."""
 
     peak_bytes: float
     seconds: float
+    first_seconds: float
 
 
 def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory: Memory, passes: int) -> Passes | None:
@@ -214,7 +216,7 @@ def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory
     count = torch.tensor(max(label_tokens, 1), device=trainer.args.device)
     free_gradients(trainer)
     memory.reset()
-    seconds = 0.0
+    seconds: list[float] = []
     full = False
     model = trainer.model_wrapped
     assert model is not None  # as it is before `train`
@@ -226,12 +228,12 @@ def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory
                 began = time.perf_counter()
                 trainer.training_step(model, dict(batch), count)
                 _synchronize(trainer)
-                seconds = time.perf_counter() - began
+                seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError:
             full = True
     peak = memory.peak_bytes()
     free_gradients(trainer)
-    return None if full else Passes(peak_bytes=peak, seconds=seconds)
+    return None if full else Passes(peak_bytes=peak, seconds=seconds[-1], first_seconds=seconds[0])
 
 
 def free_gradients(trainer: SFTTrainer) -> None:

@@ -274,10 +274,14 @@ def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[flo
 
 
 def whole_modes(
-    few: Sequence[Measured], more: Sequence[Measured], slices: tuple[int, int], found: Sharded
+    few: Sequence[Measured], more: Sequence[Measured], slices: tuple[int, int], found: Sharded, world_size: int
 ) -> list[Measured]:
     """Ways to keep activations in all layers, from those of two slices: only what a pass needs besides weights,
-    gradients and optimizer state. What both slices could not run is left out."""
+    gradients and optimizer state. What both slices could not run is left out.
+
+    Args:
+        world_size: ranks that share the memory of the host.
+    """
     share = (found.layers - slices[0]) / (slices[1] - slices[0])
     weights = found.sizes.of_first(slices[1])
     held = _held_by_a_slice(weights, found.sizes, found.stored)
@@ -293,7 +297,8 @@ def whole_modes(
             seconds, later = one.seconds(tokens, tokens**2), other.seconds(tokens, tokens**2)
             seconds = max(seconds + share * (later - seconds), later)
             points.append(Point(tokens=tokens, peak_bytes=line.peak_bytes(tokens), seconds=seconds))
-        whole.append(Measured(mode=one.mode, held_bytes=outside, points=tuple(points)))
+        host = other.host_tokens and other.host_tokens * slices[1] // (found.layers * world_size)
+        whole.append(Measured(mode=one.mode, held_bytes=outside, points=tuple(points), host_tokens=host))
     return whole
 
 

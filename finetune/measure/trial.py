@@ -97,6 +97,10 @@ class TimeBudget(TrainerCallback):
     def __init__(self, at_least: int, seconds: float = BUDGET_SECONDS, limit: float = LIMIT_SECONDS) -> None:
         self._at_least, self._ends, self._limit = at_least, time.monotonic() + seconds, time.monotonic() + limit
 
+    def postpone(self, seconds: float) -> None:
+        """Give the steps the time that was needed before the first."""
+        self._ends += seconds
+
     @property
     def over(self) -> bool:
         """Whether the limit is reached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config import Config, scaled_learning_rate
 from finetune.runtime import files
@@ -30,9 +30,10 @@ class MicroBatch(Protocol):
     def to_dict(self) -> JsonObject: ...
 
 
-class ActivationMode(Protocol):
+class ActivationChoice(Protocol):
     """The choice of how activations are kept (`finetune.measure.longest_row.ModeChoice`)."""
 
+    mode: Any  # `finetune.measure.activations.Mode`
     searches: bool  # before the first step
 
     @property
@@ -137,7 +138,7 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
     )
 
 
-def print_activations(mode: ActivationMode) -> None:
+def print_activations(mode: ActivationChoice) -> None:
     """Print how activations are kept, if the configuration leaves it open and it is known."""
     if mode.line is not None:
         print_line(mode.line)

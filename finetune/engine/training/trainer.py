@@ -413,6 +413,14 @@ class SFTTrainer(trl.SFTTrainer):
         self.statistics.add_loss(loss, ends_step=ends_step)
         return loss
 
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """As in transformers. Before training, when accelerate has not prepared the model yet, also in its precision:
+        passes that measure must compute as training will."""
+        found = super().compute_loss_context_manager()
+        if not hasattr(self.model, "_original_forward"):
+            found.enter_context(self.accelerator.autocast())
+        return found
+
     def floating_point_ops(self, inputs: JsonObject) -> int:
         """0: callbacks count them from the plan when they log. transformers would walk all modules on every call."""
         return 0

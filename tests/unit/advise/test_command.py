@@ -212,7 +212,7 @@ def test_a_script_is_advised_by_dry_runs_of_itself(
     assert advise.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     first, *others = dry.asked
-    assert first == "-m finetune.dryrun --devices 2 mine.py -- --model x --batch 7"
+    assert first == "-m finetune.dryrun --devices 2 --longest mine.py -- --model x --batch 7"
     fixed = "-m finetune.dryrun --devices 1 mine.py -- --model x --batch 7 --finetune training.global_batch_size=16"
     assert others and all(one.startswith(fixed) for one in others)
     assert not any("model.load" in one for one in others)  # which the script decides

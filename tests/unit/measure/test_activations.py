@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from finetune.measure import activations
@@ -69,6 +71,15 @@ def test_a_row_that_no_mode_holds_is_divided_over_gpus() -> None:
     assert "context_parallel: 8" in (activations.remedy(THREE, rows(3_000_000), 64 * GIB) or "")
     assert activations.remedy(THREE, rows(3_100_000), 64 * GIB) is None
     assert activations.remedy([measured(FULL, 1.0, 1, held=70.0)], rows(10), 64 * GIB) is None  # the model fills it
+
+
+def test_what_the_host_cannot_keep_does_not_fit() -> None:
+    """Neither on one GPU nor divided over those of one machine, which share its memory."""
+    small = replace(THREE[2], host_tokens=200_000)
+    assert small.longest(64 * GIB) == 200_000 and small.longest(20 * GIB) == 24_000
+    assert not small.fits(300_000, 64 * GIB) and small.fits(150_000, 64 * GIB)
+    text = activations.remedy([THREE[1], small], rows(300_000), 64 * GIB)
+    assert text == f"{FULL.text}, with training.context_parallel: 4 on 4 GPUs"
 
 
 def test_the_report_has_points_line_and_prediction() -> None:

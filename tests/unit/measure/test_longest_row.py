@@ -16,6 +16,7 @@ from finetune.engine.monitoring.metrics import ModelSize
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import longest_row, micro_batch, trial
 from finetune.measure.activations import Mode
+from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
 
@@ -49,6 +50,7 @@ class Device:
         self.limit_bytes: float | None = limit
         self.mode: tuple[Any, bool] = (True, False)
         self.seen: list[tuple[Any, bool, int]] = []
+        self.in_bfloat16: set[bool] = set()
         self.now = self.peak = float(HELD)
 
         def switch(trainer: Any, mode: Mode) -> None:
@@ -79,11 +81,13 @@ class FakeTrainer:
 
     sharded = False
     optimizer = None
+    context = ALONE
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.model = self.model_wrapped = torch.nn.Linear(2, 1)
         self.model.requires_grad_(False)
+        self.model.get_input_embeddings = lambda: self.model  # type: ignore[assignment]
         self.model.config = types.SimpleNamespace(  # type: ignore[assignment]
             get_text_config=lambda: types.SimpleNamespace(model_type="llama")
         )
@@ -170,6 +174,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
 
 STEPS = ("--training.global_batch_size", "8", "--training.max_steps", "2", "--training.save_steps", "1")
 AUTO = ("--training.gradient_checkpointing", "auto", "--training.per_device_train_batch_size", "8")
+AUTO += ("--model.dtype", "bfloat16")
 
 
 def test_a_run_takes_the_fastest_mode_that_holds_its_rows_and_keeps_it(
@@ -191,6 +196,7 @@ def test_a_run_takes_the_fastest_mode_that_holds_its_rows_and_keeps_it(
     said = " ".join(capsys.readouterr().out.split())
     assert "Chosen by auto: training.gradient_checkpointing: offload, the fastest that holds" in said
     assert {tuple(which) for *which, _ in device.seen} == set(NEEDS)
+    assert device.in_bfloat16 == {True}  # before the first step nothing but the trainer sees to that
 
     device.seen.clear()
     again = runs(tmp_path / "again", *STEPS, *AUTO)
@@ -221,12 +227,14 @@ def on_a_device(runs: Runs, limit: float) -> Device:
 
     def run_passes(trainer: Any, batch: Any, labels: int, memory: Any, passes: int) -> Any:
         tokens = batch["input_ids"].numel()
+        with trainer.compute_loss_context_manager():
+            device.in_bfloat16.add(torch.is_autocast_enabled("cpu"))
         real(trainer, {name: value[..., :8] for name, value in batch.items()}, labels, device, 1)
         try:
             device.take(tokens)
         except torch.OutOfMemoryError:
             return None
-        return micro_batch.Passes(peak_bytes=device.peak, seconds=tokens / (1e3 + NEEDS[device.mode]))
+        return micro_batch.Passes(peak_bytes=device.peak, seconds=tokens / (1e3 + NEEDS[device.mode]), first_seconds=1)
 
     runs.monkeypatch.setattr(micro_batch, "run_passes", run_passes)
     runs.monkeypatch.setattr(micro_batch, "device_memory", lambda name: device)

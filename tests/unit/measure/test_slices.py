@@ -339,7 +339,7 @@ def test_the_longest_row_fills_what_a_rank_has_room_for() -> None:
         )
         return Measured(mode=Mode(gradient_checkpointing=True, tiled_mlp=False), held_bytes=held, points=points)
 
-    (whole,) = slices.whole_modes([slice_of(2)], [slice_of(4)], (2, 4), found)
+    (whole,) = slices.whole_modes([slice_of(2)], [slice_of(4)], (2, 4), found, 2)
     each = 5 + 3 * found.layers
     assert whole.line == Line(fixed_bytes=pytest.approx(50), bytes_per_token=pytest.approx(each))
     assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers))
