@@ -13,6 +13,7 @@ from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.config.arguments import why_not_in_script
 from finetune.config.load import FINETUNE
+from finetune.config.rules import less_activation_memory
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.activations import Mode
@@ -89,8 +90,16 @@ class DryRunner:
         if every:
             target, words = ["-m", "finetune.dryrun"], [*every, *arguments]
         if self.script:
-            target, given = ["-m", "finetune.dryrun"], [*self.script[1:], *self.flags(arguments)]
-            words = ["--devices", str(self.devices), *every, self.script[0], "--", *given]
+            target = ["-m", "finetune.dryrun"]
+            words = [
+                "--devices",
+                str(self.devices),
+                *every,
+                self.script[0],
+                "--",
+                *self.script[1:],
+                *self.flags(arguments),
+            ]
         with console().status(f"dry run {' '.join(self.flags(extra))}"):
             return parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
 
@@ -287,8 +296,9 @@ def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
         name = "another way to keep activations"
         found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
     elif not config.training.gradient_checkpointing:
-        kind = "true" if config.model.backend == "transformers" else "unsloth"
-        arguments = ("--training.gradient_checkpointing", kind)
+        backend = "transformers" if config.model.backend == "transformers" else "unsloth"
+        ((key, kind),) = less_activation_memory(config, backend)
+        arguments = (f"--{key}", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
         if config.training.adam_in_full and not on_cpu:

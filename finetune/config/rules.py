@@ -173,6 +173,21 @@ def activation_modes(backend: str) -> list[tuple[str | bool, bool]]:
     return [*((kind, False) for kind in reversed(kinds)), (kinds[0], True)]
 
 
+def less_activation_memory(config: Config, backend: str) -> list[tuple[str, str]]:
+    """Keys and values that make a row need less memory, and only take time: the cheapest first.
+
+    Args:
+        backend: that the run uses. A sharded model is trained with transformers.
+    """
+    kind = config.training.gradient_checkpointing
+    on_unsloth = backend == "unsloth" and config.training.strategy != "shard"
+    if not kind:
+        return [("training.gradient_checkpointing", "unsloth" if on_unsloth else "true")]
+    offloads = kind == OFFLOAD or kind == "unsloth" and on_unsloth
+    found = [] if offloads else [("training.gradient_checkpointing", "unsloth" if on_unsloth else OFFLOAD)]
+    return found if config.model.tiled_mlp else [*found, ("model.tiled_mlp", "true")]
+
+
 def needs_transformers(config: Config) -> str | None:
     """The setting that only the transformers backend has, which `model.backend: auto` then takes; None if there is
     none."""

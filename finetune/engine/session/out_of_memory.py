@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from finetune.config.rules import STOCHASTIC_OPTIMIZERS, activation_modes
+from finetune.config.rules import STOCHASTIC_OPTIMIZERS, less_activation_memory
 from finetune.errors import RunError
 from finetune.runtime.machine.hardware import out_of_memory_details
 from finetune.text import counted
@@ -38,9 +38,12 @@ def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None
         longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
         sharded = training.strategy == "shard"
         optimizer = "adamw_torch_8bit" if sharded else "adamw_8bit"
-        known = None if measured is None else measured(job)
-        kept = _activations(job) if known is None else f"{known} (predicted to hold it)"
-        alternatives = [kept] if kept else []
+        if (known := None if measured is None else measured(job)) is not None:
+            alternatives = [f"{known} (predicted to hold it)"]
+        elif job.batch.per_device == 1 or not training.gradient_checkpointing:
+            alternatives = [f"{key}: {value}" for key, value in less_activation_memory(job.config, job.stack.backend)]
+        else:
+            alternatives = []
         if model.full_finetuning:
             if training.master_weights == "float32" and training.optim in STOCHASTIC_OPTIMIZERS:
                 alternatives.append("training.master_weights: stochastic")
@@ -55,12 +58,3 @@ def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None
             f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
             f"({out_of_memory_details(error)})"
         ) from error
-
-
-def _activations(job: Job) -> str:
-    """The settings that keep the fewest activations on the GPU; empty if the job has them."""
-    training, backend = job.config.training, job.stack.backend
-    kind, _ = activation_modes(backend)[-1]
-    given = True if training.gradient_checkpointing == "unsloth" != backend else training.gradient_checkpointing
-    found = [f"training.gradient_checkpointing: {kind}"] if given != kind else []
-    return " and ".join([*found, *([] if job.config.model.tiled_mlp else ["model.tiled_mlp: true"])])

@@ -65,37 +65,46 @@ def test_a_device_may_be_full_without_any_row() -> None:
         (
             [],
             8,
-            "batch_size to 4 (same global batch of 8, same result), or use training.gradient_checkpointing: offload "
-            "and model.tiled_mlp: true or model.load_in_4bit",
+            "batch_size to 4 (same global batch of 8, same result), or use model.load_in_4bit",
+        ),
+        (["--model.load_in_4bit"], 1, "To use less, lower data.max_length, or use model.tiled_mlp: true. (CUDA"),
+        (["--model.load_in_4bit", "--model.tiled_mlp"], 1, "To use less, lower data.max_length. (CUDA"),
+        (
+            ["--model.load_in_4bit", "--model.backend", "transformers"],
+            1,
+            "max_length, or use training.gradient_checkpointing: offload or model.tiled_mlp: true. (CUDA",
         ),
         (
-            ["--model.load_in_4bit", "--training.gradient_checkpointing", "offload", "--model.tiled_mlp"],
+            ["--model.full_finetuning"],
             1,
-            "To use less, lower data.max_length. (CUDA",
+            "max_length, or use model.tiled_mlp: true or training.optim: adamw_8bit or LoRA (model.full_finetuning: fa",
         ),
         (
-            ["--model.full_finetuning", "--training.gradient_checkpointing", "offload"],
+            ["--model.full_finetuning", "--training.optim", "adafactor"],
             1,
-            "max_length, or use model.tiled_mlp: true or training.optim: adamw_8bit or LoRA (model.full_finetuning: f",
-        ),
-        (
-            ["--model.full_finetuning", "--training.optim", "adafactor", "--model.tiled_mlp"],
-            1,
-            "max_length, or use training.gradient_checkpointing: offload or LoRA (model.full_finetuning: ",
+            "max_length, or use model.tiled_mlp: true or LoRA (model.full_finetuning: ",
         ),
         (
             ["--model.full_finetuning", "--training.strategy", "shard", "--training.gradient_checkpointing", "false"],
             1,
-            "max_length, or use training.gradient_checkpointing: offload and model.tiled_mlp: true or training.optim: "
-            "adamw_torch_8bit or LoRA (m",
+            "max_length, or use training.gradient_checkpointing: true or training.optim: adamw_torch_8bit or LoRA (m",
         ),
     ],
-    ids=["LoRA", "QLoRA", "full", "full with a small optimizer", "full and sharded"],
+    ids=[
+        "LoRA",
+        "QLoRA",
+        "all measures taken",
+        "transformers",
+        "full",
+        "full with a small optimizer",
+        "full and sharded",
+    ],
 )
 def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: int, said: str) -> None:
     batch = types.SimpleNamespace(per_device=rows, global_batch_size=8)
-    stack = types.SimpleNamespace(backend="transformers")
-    job: Any = types.SimpleNamespace(config=load(configuration(tmp_path, *given)), batch=batch, stack=stack)
+    config = load(configuration(tmp_path, *given))
+    stack = types.SimpleNamespace(backend="transformers" if config.model.backend == "transformers" else "unsloth")
+    job: Any = types.SimpleNamespace(config=config, batch=batch, stack=stack)
     with pytest.raises(RunError) as caught, explain_out_of_memory(job):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert said in str(caught.value)

@@ -73,7 +73,7 @@ def test_the_host_has_the_only_copy_between_the_passes(blocks: list[Any]) -> Non
     offload._pack = noted  # type: ignore[method-assign]
     for _ in range(3):
         y = offload(torch.sin, y, use_reentrant=False)
-    assert [one._tensor is not None for one in kept] == [False, False, True]
+    assert [one._tensor is not None for one in kept if not isinstance(one, torch.Tensor)] == [False, False, True]
     for block in blocks:
         block.zero_()  # what is copied back is the host's
     (gradient,) = torch.autograd.grad(y.sum(), x)
