@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from finetune.errors import RunError
-from finetune.measure import activations, longest_row, slices
+from finetune.measure import activations, longest_row, micro_batch, slices
 from finetune.measure.activations import Measured, Mode, Rows
 from finetune.measure.longest_row import ModeChoice
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.measure.trial import Trial
 from finetune.runtime.command import console
 from finetune.runtime.types import JsonObject
+from finetune.text import counted
 
 
 class DoesNotFit(RunError):
@@ -65,9 +66,9 @@ class TrialModes:
         elapsed = time.perf_counter() - began
         self.seconds = elapsed - max(compiling, 0.0)
         trial.budget.postpone(elapsed)
-        one_row = job.batch.per_device == 1  # of several, fewer may fit: the search for the micro-batch finds out
-        if one_row and own is not None and not longest_row.fits_without_margin(own, self.rows, limit):
-            raise DoesNotFit(self.remedy())
+        # A line through one point may be too high, and without any the trial finds out what fills the device.
+        if own is not None and len(own.points) == 2 and not longest_row.fits_without_margin(own, self.rows, limit):
+            raise DoesNotFit(self._fewer_rows(own, limit) or self.remedy())
 
     def _measure(self, modes: Sequence[Mode]) -> None:
         trial = self.trial
@@ -90,6 +91,19 @@ class TrialModes:
             return True
         tokens = self.rows.most / self.trial.job.batch.per_device * per_device
         return own.line.peak_bytes(tokens) <= limit / MEMORY_MARGIN
+
+    def _fewer_rows(self, own: Measured, limit: float) -> str | None:
+        """Why the micro-batch does not fit, and the largest that is predicted to; None if not even one row is."""
+        job, rows = self.trial.job, self.trial.job.batch.per_device
+        sizes = [size for size in micro_batch.allowed_sizes(job, 1) if size < rows]
+        fitting = [size for size in sizes if own.fits(-(-self.rows.most * size // rows), limit)]
+        if not fitting:
+            return None
+        return (
+            f"A micro-batch of {counted(rows, 'row')} ({self.rows.most:,} tokens) does not fit this GPU. The largest "
+            f"that is predicted to fit has {counted(max(fitting), 'row')}: set training.per_device_train_batch_size to "
+            f"{max(fitting)} (same global batch, same result)."
+        )
 
     def remedy(self) -> str:
         """Why the longest micro-batch does not fit, and the settings that hold it, proven by a pass on it."""

@@ -37,7 +37,7 @@ from finetune.text import counted
 if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
 
-SHORT_TOKENS = 2048
+SHORT_TOKENS = 2048  # or the job's longest row, if that is shorter: what cannot hold it, cannot hold the job
 PROBE_TOKENS = 256  # of ranks that share a model or rows: if one ran out of memory, the others would wait for it
 LONG_SECONDS = 8.0  # of a pass on the longer document
 ROOM = 0.6  # part of the free memory that the longer document may need
@@ -87,7 +87,8 @@ def apply(trainer: SFTTrainer, mode: Mode) -> None:
 def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mode, memory: Memory) -> Measured:
     table = positions.limit(trainer.model)
     most = None if table is None else max(table // MULTIPLE * MULTIPLE, MULTIPLE)
-    short = SHORT_TOKENS if most is None else min(SHORT_TOKENS, max(most // 2 // MULTIPLE * MULTIPLE, MULTIPLE))
+    longest = int(layout.tokens.max()) if most is None else min(int(layout.tokens.max()), most // 2)
+    short = min(SHORT_TOKENS, max(longest // MULTIPLE * MULTIPLE, MULTIPLE))
     limit = least(memory.limit_bytes)
     micro_batch.free_gradients(trainer)
     memory.reset()

@@ -107,13 +107,13 @@ class FakeTrainer:
 def layout() -> Any:
     import numpy as np
 
-    ids = np.arange(40, dtype=np.int32)
+    ids = np.arange(4000, dtype=np.int32)
 
     class Rows(list):
-        lengths = np.array([40, 20], dtype=np.int32)
-        label_tokens = np.array([40, 20])
+        lengths = np.array([4000, 20], dtype=np.int32)
+        label_tokens = np.array([4000, 20])
 
-    return lay_out(Rows([(ids, ids), (ids[:20], ids[:20])]), 64, seed=0, fingerprint="")  # type: ignore[arg-type]
+    return lay_out(Rows([(ids, ids), (ids[:20], ids[:20])]), 4096, seed=0, fingerprint="")  # type: ignore[arg-type]
 
 
 def test_two_lengths_are_tried_and_memory_is_never_filled_to_find_the_longest(
@@ -262,16 +262,17 @@ def dry_run(runs: Runs, *arguments: str, code: int = 0) -> dict[str, Any]:
         "--training.per_device_train_batch_size": "1",
         "--json": str(report),
     }
-    words = [word for pair in given.items() for word in pair]
-    assert dryrun.main([*words, *arguments]) == code
+    given |= zip(arguments[::2], arguments[1::2], strict=True)
+    assert dryrun.main([word for pair in given.items() for word in pair]) == code
     return json.loads(report.read_text())
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_settings_that_hold_it(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """40 tokens need 2560 KiB beside the model as `false`, and the limit leaves 20 % for it."""
-    device = on_a_device(runs, limit=125 * MIB)
+    """40 tokens need 160 MiB beside the model as `false`, and 20 as `selective`."""
+    device = on_a_device(runs, limit=207 * MIB)
+    runs.monkeypatch.setattr(longest_row, "SHORT_TOKENS", 8)
     found = dry_run(runs, "--training.gradient_checkpointing", "false", code=1)
     longest = found["longest_rows"]
     assert found["fits_with"] == ["--training.gradient_checkpointing", "selective", "--model.tiled_mlp", "false"]
@@ -283,6 +284,12 @@ def test_a_row_that_does_not_fit_is_refused_with_the_settings_that_hold_it(
     assert [one["fits"] for one in longest["modes"]] == [False, True, True, True, True]
     said = " ".join(capsys.readouterr().out.split())
     assert "NO-GO: A micro-batch of 40 tokens does not fit this GPU" in said and "Longest row that fits" in said
+    # Four rows need 4 x 40 x 512 KiB as `selective`, of which two fit.
+    device.limit_bytes, device.seen = 141 * MIB, []
+    four = ("--training.per_device_train_batch_size", "4", "--training.gradient_checkpointing", "selective")
+    found = dry_run(runs, *four, code=1)
+    assert "The largest that is predicted to fit has 2 rows" in found["reason"] and found["fits_with"] is None
+    assert {tuple(which) for *which, _ in device.seen} == {("selective", False)}  # nothing else is tried
 
 
 def test_a_dry_run_with_auto_measures_the_job_as_the_run_will_train_it(runs: Runs) -> None:
