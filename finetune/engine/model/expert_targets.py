@@ -33,12 +33,16 @@ _HOLDS = {
 }
 # Names that PEFT takes for those of experts, or of a router, in some models: it would look for no layer beside them.
 EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-# Classes of routers. Of other gates, as those of linear attention, an adapter is meant.
-_ROUTER = re.compile(r"Router$|TopKGating$|MoE\w*Gate$")
 INITIALIZATIONS = (True, False, "gaussian")
 # Arguments of PEFT's LoraConfig that its adapter of a parameter refuses or ignores, and the value without effect.
 _ARGUMENTS = {"use_dora": False, "lora_bias": False, "velora_config": None, "kasa_config": None}
 _ARGUMENTS |= {"alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None, "arrow_config": None}
+
+
+def _is_router(kind: str) -> bool:
+    """Whether a class is one of routers, by its name. Of other gates, as those of linear attention, an adapter is
+    meant."""
+    return kind.endswith(("Router", "TopKGating")) or "MoE" in kind and kind.endswith("Gate")
 
 
 def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
@@ -61,7 +65,7 @@ def routers(model: Model) -> dict[int, torch.nn.Module]:
     that some have inside."""
     found = {id(module): module for module, _ in router_loss.routers(model)}
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] == "router" or _ROUTER.search(type(module).__name__):
+        if path.rpartition(".")[2] == "router" or _is_router(type(module).__name__):
             found |= {id(part): part for part in module.modules()}
     return found
 

@@ -209,7 +209,7 @@ def test_file_and_command_line_are_reported_together(write):
         ("--training.max_steps=0", "-1 (off) or at least 1"),
         ("--training.global_batch_size=-4", "at least 1"),
         ("--training.save_steps=-1", "at least 0"),
-        ("--training.gradient_checkpointing=some", "one of auto, unsloth, offload, selective or true or false"),
+        ("--training.gradient_checkpointing=some", "one of unsloth, offload, selective, auto or true or false"),
         ("--training.lr_scheduler_type=cosin", "Nearest is cosine"),
         ("--training.optim=adamw", "Nearest is adamw_torch."),
         ("--training.neftune_noise_alpha=loud", "a number or null"),
