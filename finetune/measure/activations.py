@@ -78,12 +78,14 @@ class Measured:
 
     held_bytes:  before the passes: weights, and whatever else stays
     points:      by length, at most two; none if memory ran out at the shortest
+    square_cost: computation of a squared token of a document's length, attention, over that of a token elsewhere
     host_tokens: of a micro-batch whose activations the host has memory for; None if it keeps none
     """
 
     mode: Mode
     held_bytes: float
     points: tuple[Point, ...]
+    square_cost: float
     host_tokens: int | None = None
 
     @classmethod
@@ -93,6 +95,7 @@ class Measured:
             mode=Mode(**content["mode"]),
             held_bytes=float(content["held_bytes"]),
             points=tuple(Point(**one) for one in content["points"]),
+            square_cost=float(content["square_cost"]),
             host_tokens=content["host_tokens"],
         )
 
@@ -129,16 +132,15 @@ class Measured:
         return next((ranks for ranks, peak in each if peak <= limit_bytes), None)
 
     def seconds(self, tokens: float, squared_lengths: float) -> float:
-        """Predicted seconds of passes on documents of so many tokens in all.
+        """Predicted seconds of passes on documents of so many tokens in all, from those of the longest measured one: of
+        a short one, a GPU waits for the host.
 
         Args:
             squared_lengths: sum of their squared lengths.
         """
-        first, last = self.points[0], self.points[-1]
-        each, more = first.seconds / first.tokens, last.seconds / last.tokens
-        squared = max((more - each) / (last.tokens - first.tokens), 0.0) if len(self.points) > 1 else 0.0
-        linear = more - squared * last.tokens
-        return linear * tokens + squared * squared_lengths
+        last = self.points[-1]
+        work = tokens + self.square_cost * squared_lengths
+        return last.seconds * work / (last.tokens + self.square_cost * last.tokens**2)
 
     def tokens_per_second(self, tokens: float, squared_lengths: float) -> float:
         """Predicted throughput of passes on such documents."""

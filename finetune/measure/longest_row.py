@@ -98,19 +98,22 @@ def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mo
     def passes(tokens: int) -> Point | None:
         return try_document(trainer, layout, tokens, memory, to_come)
 
+    def measured(*points: Point | None, host: int | None = None) -> Measured:
+        found = tuple(one for one in points if one is not None)
+        cost = training_flops(size, tokens=0, squared_lengths=1) / training_flops(size, tokens=1, squared_lengths=0)
+        return Measured(mode=mode, held_bytes=held, points=found, square_cost=cost, host_tokens=host)
+
     if trainer.sharded or trainer.context.size > 1:
         probe = passes(PROBE_TOKENS)
         if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
-            return Measured(mode=mode, held_bytes=held, points=(probe,) if probe else ())
+            return measured(probe)
     first = passes(short)
     if first is None:
-        return Measured(mode=mode, held_bytes=held, points=())
+        return measured()
     host = host_tokens(trainer, size, mode)
     most = min((one for one in (most, host) if one is not None), default=None)
     tokens = longer_document(first, held, limit, size, most)
-    second = None if tokens is None else passes(tokens)
-    points = (first,) if second is None else (first, second)
-    return Measured(mode=mode, held_bytes=held, points=points, host_tokens=host)
+    return measured(first, None if tokens is None else passes(tokens), host=host)
 
 
 def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:

@@ -298,7 +298,11 @@ def whole_modes(
             seconds = max(seconds + share * (later - seconds), later)
             points.append(Point(tokens=tokens, peak_bytes=line.peak_bytes(tokens), seconds=seconds))
         host = other.host_tokens and other.host_tokens * slices[1] // (found.layers * world_size)
-        whole.append(Measured(mode=one.mode, held_bytes=outside, points=tuple(points), host_tokens=host))
+        # The cost of a token is a line over the number of layers, that of a squared one is a multiple of it.
+        costs = [n / part.square_cost for n, part in zip(slices, (one, other), strict=True)]
+        cost = found.layers / (costs[0] + share * (costs[1] - costs[0]))
+        kept = Measured(mode=one.mode, held_bytes=outside, points=tuple(points), square_cost=cost, host_tokens=host)
+        whole.append(kept)
     return whole
 
 

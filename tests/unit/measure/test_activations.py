@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.measure import activations
 from finetune.measure.activations import Line, Measured, Mode, Point, Rows
 
@@ -21,7 +22,7 @@ def measured(mode: Mode, gib_per_1000: float, speed: float, *, held: float = 16.
         Point(tokens=tokens, peak_bytes=(held + 1 + gib_per_1000 * tokens / 1000) * GIB, seconds=seconds / speed)
         for tokens, seconds in ((1000, 1000.0), (4000, 8000.0))
     )
-    return Measured(mode=mode, held_bytes=held * GIB, points=points)
+    return Measured(mode=mode, held_bytes=held * GIB, points=points, square_cost=1 / 2000)
 
 
 THREE = [measured(PLAIN, 4.0, 1000), measured(FULL, 0.5, 800), measured(FRUGAL, 0.125, 700)]
@@ -36,17 +37,41 @@ def test_two_lengths_give_the_line_and_the_longest_row() -> None:
     assert line == Line(fixed_bytes=17 * GIB, bytes_per_token=0.5 * GIB / 1000)
     assert line.longest(65 * GIB) == 96_000 and line.longest(10 * GIB) == 0
     assert Line(fixed_bytes=1.0, bytes_per_token=0.0).longest(2.0) is None
-    one = Measured(mode=PLAIN, held_bytes=10.0, points=(Point(tokens=10, peak_bytes=40.0, seconds=1.0),))
+    one = Measured(
+        mode=PLAIN, held_bytes=10.0, points=(Point(tokens=10, peak_bytes=40.0, seconds=1.0),), square_cost=0.0
+    )
     assert one.line == Line(fixed_bytes=10.0, bytes_per_token=3.0)  # what is constant counts as growing: never too low
-    assert Measured(mode=PLAIN, held_bytes=10.0, points=()).line is None
+    assert Measured(mode=PLAIN, held_bytes=10.0, points=(), square_cost=0.0).line is None
 
 
 def test_attention_grows_with_the_squared_length() -> None:
-    """1000 tokens take 1 s and 4000 take 8 s: 2/3 s and 4/3 s per 1000 tokens, squared 1/3 s per 1000^2."""
+    """1000 tokens take 1 s and 4000 take 8 s: 2/3 s per 1000 tokens, and 1/3 s per 1000^2."""
     one = measured(PLAIN, 1.0, 1000)
     assert one.seconds(8000, 8000**2) == pytest.approx(8 * 2 / 3 + 64 / 3)
     assert one.seconds(8000, 8 * 1000**2) == pytest.approx(8.0)  # eight documents of 1000
     assert one.tokens_per_second(1000, 1000**2) == pytest.approx(1000)
+
+
+# Llama 3.1's 8 B, LoRA on an H100 (benchmarks/results/2026-11-26-long-rows-h100.json): the longer measured point, and
+# the seconds of a step with 65,536 tokens.
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "measured"), [(17_960, 2.0425, 13.165), (25_104, 3.3477, 13.550)], ids=["true", "tiled"]
+)
+def test_the_time_of_a_longer_row_is_predicted_within_6_percent(tokens: int, seconds: float, measured: float) -> None:
+    size = ModelSize(
+        parameters=8_072_204_288,
+        active_parameters=8_072_204_288,
+        matmul_parameters=7_546_863_616,
+        trainable_parameters=41_943_040,
+        active_trainable_parameters=41_943_040,
+        layers=32,
+        hidden=4096,
+        attention=4096,
+    )
+    cost = training_flops(size, tokens=0, squared_lengths=1) / training_flops(size, tokens=1, squared_lengths=0)
+    points = (Point(tokens=2048, peak_bytes=1.0, seconds=0.5), Point(tokens=tokens, peak_bytes=2.0, seconds=seconds))
+    one = Measured(mode=FULL, held_bytes=0.0, points=points, square_cost=cost)
+    assert one.seconds(65_536, 65_536**2) == pytest.approx(measured, rel=0.06)
 
 
 @pytest.mark.parametrize(("tokens", "mode"), [(5_000, PLAIN), (20_000, FULL), (90_000, FULL), (300_000, FRUGAL)])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from finetune.data.layout import lay_out
-from finetune.engine.monitoring.metrics import ModelSize
+from finetune.engine.job import model_size
+from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import longest_row, micro_batch, trial
 from finetune.measure.activations import Mode
@@ -234,7 +235,10 @@ def on_a_device(runs: Runs, limit: float) -> Device:
             device.take(tokens)
         except torch.OutOfMemoryError:
             return None
-        return micro_batch.Passes(peak_bytes=device.peak, seconds=tokens / (1e3 + NEEDS[device.mode]), first_seconds=1)
+        size = model_size(trainer.model)
+        operations = training_flops(size, tokens=tokens, squared_lengths=tokens**2)
+        seconds = operations / (1e9 + 1e6 * NEEDS[device.mode])
+        return micro_batch.Passes(peak_bytes=device.peak, seconds=seconds, first_seconds=1)
 
     runs.monkeypatch.setattr(micro_batch, "run_passes", run_passes)
     runs.monkeypatch.setattr(micro_batch, "device_memory", lambda name: device)

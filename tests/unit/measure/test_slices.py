@@ -334,15 +334,21 @@ def test_the_longest_row_fills_what_a_rank_has_room_for() -> None:
 
     def slice_of(layers: int) -> Measured:
         points = tuple(
-            Point(tokens=tokens, peak_bytes=held + 50 + (5 + 3 * layers) * tokens, seconds=tokens * (1 + layers))
+            Point(
+                tokens=tokens,
+                peak_bytes=held + 50 + (5 + 3 * layers) * tokens,
+                seconds=tokens * (1 + layers) + tokens**2 * layers / 8,
+            )
             for tokens in (10, 20)
         )
-        return Measured(mode=Mode(gradient_checkpointing=True, tiled_mlp=False), held_bytes=held, points=points)
+        mode = Mode(gradient_checkpointing=True, tiled_mlp=False)
+        return Measured(mode=mode, held_bytes=held, points=points, square_cost=layers / 8 / (1 + layers))
 
     (whole,) = slices.whole_modes([slice_of(2)], [slice_of(4)], (2, 4), found, 2)
     each = 5 + 3 * found.layers
     assert whole.line == Line(fixed_bytes=pytest.approx(50), bytes_per_token=pytest.approx(each))
-    assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers))
+    assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers) + 100 * found.layers / 8)
+    assert whole.seconds(40, 1600) == pytest.approx(40 * (1 + found.layers) + 1600 * found.layers / 8)
     memory = found.kept_bytes(2) + 10_000
     gathered = sharding.gathered_bytes(found.sizes, found.stored)
     reducing = sharding.bytes_reducing_a_layer(found.sizes, 2, found.stored)
@@ -415,7 +421,7 @@ def test_a_sharded_job_that_does_not_fit_is_refused_with_the_settings_that_hold_
                 {"tokens": tokens, "peak_bytes": held + need * layers * tokens, "seconds": 1.0} for tokens in (8, 16)
             ]
             mode = {"gradient_checkpointing": kind, "tiled_mlp": False}
-            modes.append({"mode": mode, "held_bytes": held, "points": points, "host_tokens": None})
+            modes.append({"mode": mode, "held_bytes": held, "points": points, "host_tokens": None, "square_cost": 0.1})
         rows = {"most": 50, "longest": 50, "tokens": 100, "squares": 5000}
         own = {"gradient_checkpointing": True, "tiled_mlp": False, "reason": "as configured"}
         return {"longest_rows": {"modes": modes, "rows": rows, "own": own}}
