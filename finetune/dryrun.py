@@ -84,12 +84,13 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    check_whole_rows(config.training, "a dry run")
+    if config.training.strategy == "shard":
+        check_whole_rows(config.training, "a dry run of a sharded job")
     opening.check_present(config)
     read_ahead.start(config)
     check_one_process()
     config, demo = opening.resolve_demo(config)
-    world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices)
+    world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices, devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None
@@ -106,7 +107,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, 
         config,
         world,
         collectives,
-        lambda: opening.open_session(config, real, demo=demo, hooks=hooks),
+        lambda: opening.open_session(config, real, demo=demo, hooks=hooks, stand_in=True),
         longest=longest,
     )
 
@@ -243,9 +244,16 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def intended_batch(config: Config, gpus: int) -> tuple[int, Batch]:
-    """The real run's number of ranks and its batch: all GPUs, or as many as the global batch allows."""
+def intended_batch(config: Config, gpus: int, devices: int | None = None) -> tuple[int, Batch]:
+    """The real run's number of ranks and its batch: all GPUs, or as many as the global batch allows. If GPUs share
+    rows and too few are here, the fewest that do.
+
+    Args:
+        devices: that the user named.
+    """
     world = strategy.largest_world(config, gpus)
+    if devices is None:
+        world = max(world, config.training.context_parallel)
     return world, resolve_batch(config.training, world, config.data)
 
 

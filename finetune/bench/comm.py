@@ -14,7 +14,7 @@ from finetune.runtime.machine.hardware import Hardware, survey
 from finetune.runtime.ranks import distributed, multinode, process_group
 from finetune.runtime.types import JsonObject
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 MIB = 2**20
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB .. 256 MiB
 MOST_ON_CPU = 16 * MIB  # larger sizes on gloo take long and show nothing new
@@ -97,11 +97,11 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> d
     """Algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests defines them.
 
     algbw = bytes / seconds. busbw is the traffic per link, comparable across world sizes n: algbw times 2 (n - 1) / n
-    for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast
+    for all-reduce, (n - 1) / n for reduce-scatter, all-gather and all-to-all, 1 for broadcast
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     share = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "broadcast": 1.0}[collective]
+    factor = {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
     algorithm = size / seconds / 1e9
     return {"algbw_gb_s": algorithm, "busbw_gb_s": algorithm * factor}
 

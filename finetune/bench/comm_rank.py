@@ -39,8 +39,8 @@ def measure(request: rank.Request) -> JsonObject:
 
 
 def prepare(name: str, size: int) -> tuple[Callable[[], object], int]:
-    """A call of the collective, and its bytes as nccl-tests counts them: the input of one rank to all-reduce, broadcast
-    and reduce-scatter, the output on one rank of all-gather. Rounded up to the same number of elements on every rank.
+    """A call of the collective, and its bytes as nccl-tests counts them: the output on one rank of all-gather, the
+    input of one rank to the others. Rounded up to the same number of elements on every rank.
 
     The tensors are zero, so that repeated reductions stay finite.
     """
@@ -48,11 +48,13 @@ def prepare(name: str, size: int) -> tuple[Callable[[], object], int]:
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
     share = -(-size // (4 * world))
     whole, part = torch.zeros(share * world, device=device), torch.zeros(share, device=device)
+    received = torch.empty_like(whole) if name == "all_to_all" else whole
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "broadcast": lambda: dist.broadcast(whole, src=0),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole),
     }
     return calls[name], 4 * share * world
 

@@ -46,11 +46,11 @@ def data_ranks(training: TrainingConfig, world_size: int) -> int:
 
 
 def check_whole_rows(training: TrainingConfig, command: str) -> None:
-    """Raises UserError if several GPUs share each row, for a command that measures one GPU."""
+    """Raises UserError if several GPUs share each row, for a command that cannot predict it."""
     if training.context_parallel > 1:
         raise UserError(
-            f"{command} measures one GPU, and training.context_parallel {training.context_parallel} has several share "
-            "each row. Remove it to measure whole rows on one GPU, or start the run: `finetune train`."
+            f"{command} measures whole rows, and training.context_parallel {training.context_parallel} has several "
+            "GPUs share each row. Remove it to measure whole rows on one GPU, or start the run: `finetune train`."
         )
 
 

@@ -41,7 +41,7 @@ class Facts:
     divisor: str  # what divides the loss by the supervised tokens of the global batch: "the model" or "this program"
     averages_tokens: bool
     batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
-    context_parallel: int  # ranks that share each row
+    context_parallel: int  # ranks that share each row; 1 if one stands in for them
     global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
     sharding: Sharding | None  # what is sharded; None if nothing was asked to be
     changed_weights: tuple[str, ...]  # frozen weights whose bytes change when a sharded model gathers them
@@ -76,7 +76,7 @@ def own_facts(trainer: Any) -> Facts:
         divisor=loss_normalizer(trainer),
         averages_tokens=trainer.args.average_tokens_across_devices,
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
-        context_parallel=trainer.context.size,
+        context_parallel=trainer.context.processes,
         global_batch_size=trainer.plan.global_batch_size,
         sharding=sharding(trainer),
         changed_weights=_changed_weights(trainer),

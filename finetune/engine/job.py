@@ -21,7 +21,7 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import activity, context_group, distributed, process_group
-from finetune.runtime.ranks.context_group import ALONE, ContextGroup
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup, StandIn
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def open_job(
     on_failure: Callable[..., None] | None = None,
     hooks: Hooks = NO_HOOKS,
     before_loading: Callable[[str], str] = lambda weights: weights,
+    *,
+    stand_in: bool = False,
 ) -> Job:
     """Prepare the data, connect to the other ranks, then load the model.
 
@@ -82,6 +84,7 @@ def open_job(
         before_loading: called on every rank once the ranks can communicate, before the model is loaded, with how the
             trained weights would be kept; returns how they are kept.
         hooks: functions of the user's script for the tokenizer, the data, the model and, later, the trainer.
+        stand_in: this process stands in for one of the ranks that share each row, to be measured.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -107,8 +110,11 @@ def open_job(
     cpu = stack.device == "cpu"
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
-    data_ranks(config.training, distributed.ranks().world_size)
-    context = context_group.create(config.training.context_parallel, config.training.ddp_timeout)
+    if stand_in and config.training.context_parallel > 1:
+        context = StandIn(size=config.training.context_parallel)
+    else:
+        data_ranks(config.training, distributed.ranks().world_size)
+        context = context_group.create(config.training.context_parallel, config.training.ddp_timeout)
     start_up.ended("ranks")
     arguments.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
     weights = master_weights.choose(config, stack, load_arguments.resolve_dtype(config, stack))

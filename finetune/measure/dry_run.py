@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from finetune.measure.dry_run_modes import DoesNotFit, TrialModes
 from finetune.measure.dry_run_report import TrialResult
 from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
-from finetune.measure.predict import predict
+from finetune.measure.predict import exchange_seconds, predict
 from finetune.measure.trial import (
     ENOUGH,
     LIMIT_SECONDS,
@@ -168,8 +169,9 @@ def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None
 
 
 def seconds_by_phase(measured: Measurement) -> dict[str, float]:
-    """Mean seconds per optimizer step on one device, by phase."""
-    work = measured.work(1)
+    """Mean seconds per optimizer step on one device, by phase; of ranks that share rows on one of the fewest of them,
+    without communication."""
+    work = measured.work(measured.shared_by)
     return {
         "forward": work.compute_seconds * (1 - work.backward_share),
         "backward": work.compute_seconds * work.backward_share,
@@ -189,9 +191,25 @@ def micro_batch_times(trial: Trial) -> list[dict[str, float]]:
 
 
 def projection(measured: Measurement, world: int) -> JsonObject:
-    """The predicted run on one device, and the number of devices in the launch line."""
-    one = predict(measured.work(1), 1, None)
+    """The predicted run on one device, or on the fewest that share rows, and the number of devices in the launch
+    line."""
+    work, ranks = measured.work(measured.shared_by), measured.shared_by
+    exchange, source = None, "no rank shares its rows"
+    if ranks > 1:
+        backend = "gloo" if measured.memory_bytes is None else "nccl"
+        where = ranks, backend, measured.facts["device"], os.environ
+        exchange, source = measurements.find_exchange(*where)
+        reduced, _ = measurements.find_comm(*where)
+    if exchange is None or ranks == 1:
+        one = predict(replace(work, exchanges=()), 1, None)
+    else:
+        one = predict(work, ranks, reduced, exchange)
     return {
+        "shared_by": ranks,
+        "exchange_seconds": None if exchange is None else exchange_seconds(work, exchange),
+        "exchange_bytes": sum(size * number for size, number in work.exchanges),
+        "communication": source,
+        "exposed_seconds": one.exposed_seconds,
         "steps": measured.steps,
         "step_seconds": one.step_seconds,
         "tokens_per_second": one.tokens_per_second,
@@ -207,7 +225,11 @@ def search_micro_batch(trial: Trial, world: int, modes: TrialModes, start: int |
     memory, job = trial.memory, trial.job
     if slices.is_slice():
         return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
-    sizes = allowed = micro_batch.allowed_sizes(job, world)
+    shared = job.context.size
+    if shared > 1 and start is not None:  # a run does not search either
+        return {"attempts": [], "reason": f"the default of {shared} GPUs that share each row"}
+    ranks = world // shared
+    sizes = allowed = micro_batch.allowed_sizes(job, ranks)
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
     sizes = [size for size in sizes if size == start or modes.may_fit(size)]
@@ -224,7 +246,7 @@ def search_micro_batch(trial: Trial, world: int, modes: TrialModes, start: int |
     attempts = micro_batch.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
     if not attempts:
         return {"attempts": [], "reason": f"not searched, because {LIMIT_SECONDS / 60:.0f} minutes were over"}
-    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_token_share(job, world), allowed)
+    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_token_share(job, ranks), allowed)
     measurements.save_sizes(measurements.facts(job), found)  # a run takes the fastest of them
     return found
 

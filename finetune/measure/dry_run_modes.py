@@ -100,7 +100,7 @@ class TrialModes:
         if not fitting:
             return None
         return (
-            f"A micro-batch of {counted(rows, 'row')} ({self.rows.most:,} tokens) does not fit this GPU. The largest "
+            f"A micro-batch of {counted(rows, 'row')} ({self.rows.most:,} tokens) does not fit. The largest "
             f"that is predicted to fit has {counted(max(fitting), 'row')}: set training.per_device_train_batch_size to "
             f"{max(fitting)} (same global batch, same result)."
         )

@@ -75,19 +75,34 @@ def table(measured: JsonObject) -> Table:
     shown.add_row("model", model_text(measured["measurement"]))
     shown.add_row("longest row", f"{counted(measured['longest_row_tokens'], 'token')}")
     device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
-    shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
+    shared = whole.get("shared_by", 1)
+    where = "one device" if shared == 1 else f"{shared} devices that share each row"
+    rank = "" if shared == 1 else f" for each of {shared} ranks"
+    shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}{rank}")
     parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
     shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
-    shown.add_row("throughput, one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
+    if shared > 1:
+        shown.add_row("communication, in ms", _communication(whole))
+    shown.add_row(f"throughput, {where}", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
     length = f"{counted(whole['steps'], 'step')} in {duration(3600 * whole['hours_on_one_device'])}"
-    shown.add_row("whole run, one device", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
+    shown.add_row(f"whole run, {where}", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
     if measured["collectives"]:
         found = measured["collectives"]
         shown.add_row(f"all-reduce over {counted(found['world_size'], 'GPU')}", found["message"])
     losses = measured["losses"]
-    shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
+    if shared == 1:  # one rank alone computes something else
+        shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
     shown.add_row("saved and reloaded", "equal")
     return shown
+
+
+def _communication(whole: JsonObject) -> str:
+    size = f"{whole['exchange_bytes'] / 2**30:,.2f} GiB exchanged per rank"
+    if whole["exchange_seconds"] is None:
+        return f"not in the figures below: {size}; {whole['communication']}"
+    gradients = whole["exposed_seconds"] - whole["exchange_seconds"]
+    parts = f"attention {1e3 * whole['exchange_seconds']:,.1f} + gradients {1e3 * gradients:,.1f}"
+    return f"{parts}, predicted ({size}; from {whole['communication']})"
 
 
 def print_longest_rows(found: JsonObject) -> None:
@@ -105,23 +120,22 @@ def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib:
     """
     title = f"Longest row that fits, one row per micro-batch, in {limit_gib:.1f} GiB"
     shown = Table(title=title, title_justify="left")
-    shown.add_column("gradient_checkpointing")
-    shown.add_column("tiled_mlp")
+    shown.add_column("checkpointing")
     compared = max((one["points"][0]["tokens"] for one in modes if one["points"]), default=None)
     speed = "tokens/s" if compared is None else f"tokens/s at {compared:,}"
-    for name in ("longest row", speed, f"GiB at {rows['most']:,}", "tokens/s, this job"):
+    for name in ("longest row", speed, f"GiB at {rows['most']:,}", "tokens/s, job"):
         shown.add_column(name, justify="right")
     for one in modes:
-        settings = [str(one["mode"][name]).lower() for name in ("gradient_checkpointing", "tiled_mlp")]
+        kind = str(one["mode"]["gradient_checkpointing"]).lower() + (", tiled" if one["mode"]["tiled_mlp"] else "")
         if not one["points"]:
-            shown.add_row(*settings, "not measured: memory ran out", "-", "-", "-")
+            shown.add_row(kind, "memory ran out", "-", "-", "-")
             continue
         longest = one["longest_row_tokens"]
-        peak = f"{one['predicted_peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ' (does not fit)'}"
+        peak = f"{one['predicted_peak_bytes'] / 2**30:.1f}"
         speed = f"{one['predicted_tokens_per_second']:,.0f}" if one["fits"] else "-"
-        known = "any" if longest is None else f"{longest:,} tokens"
+        known = "any" if longest is None else f"{longest:,}"
         at_compared = f"{one['tokens_per_second']:,.0f}" if one["points"][0]["tokens"] == compared else "-"
-        shown.add_row(*settings, known, at_compared, peak, speed)
+        shown.add_row(kind, known, at_compared, peak, speed)
     return shown
 
 
@@ -143,6 +157,11 @@ def notes(measured: JsonObject) -> list[str]:
     """Recommendations and warnings that follow from the figures."""
     sizes, memory = measured["micro_batch_search"], measured["memory"]
     lines = []
+    if (shared := measured["projection"].get("shared_by", 1)) > 1:
+        lines.append(
+            f"Measured as one of {shared} ranks that share each row: with its part of the tokens, and in attention of "
+            "the heads. Nothing is exchanged with other ranks, so losses are not those of a run."
+        )
     if not sizes["attempts"]:
         lines.append(f"Micro-batch size: {sizes['reason']}.")
     elif sizes["largest_that_fits"] is None:

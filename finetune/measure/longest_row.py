@@ -103,7 +103,7 @@ def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mo
         cost = training_flops(size, tokens=0, squared_lengths=1) / training_flops(size, tokens=1, squared_lengths=0)
         return Measured(mode=mode, held_bytes=held, points=found, square_cost=cost, host_tokens=host)
 
-    if trainer.sharded or trainer.context.size > 1:
+    if trainer.sharded or trainer.context.processes > 1:
         probe = passes(PROBE_TOKENS)
         if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
             return measured(probe)
@@ -122,8 +122,10 @@ def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
     if mode.gradient_checkpointing not in (OFFLOAD, "unsloth"):
         return None
     each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
-    available = MEMORY_MARGIN * read_ahead.free_bytes() / distributed.ranks().local_world_size
-    return int(min(distributed.gather_objects(available)) / each * trainer.context.size)
+    group = trainer.context
+    ranks = distributed.ranks().local_world_size * group.size // group.processes  # a stand-in has no memory beside the others
+    available = MEMORY_MARGIN * read_ahead.free_bytes() / ranks
+    return int(min(distributed.gather_objects(available)) / each * group.size)
 
 
 def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:
@@ -218,7 +220,7 @@ def rows(job: Job) -> Rows:
     """What of the job's rows decides memory and speed."""
     longest = micro_batch.longest_rows(job.layout, job.batch.per_device)
     return Rows(
-        most=int(measurements.micro_batch_tokens(longest, job.layout)),
+        most=int(measurements.micro_batch_tokens(longest, job.layout, job.context.size)),
         longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),
@@ -355,7 +357,8 @@ def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bo
     """
     frugal = activations.most_frugal(found, limit)
     longest = 0 if frugal is None else frugal.longest(limit) or 0
-    text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit this GPU"
+    where = "this GPU" if wanted.shared_by == 1 else f"{wanted.shared_by} GPUs that share it"
+    text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit {where}"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
         return f"{text}. It {'fits' if proven else 'is predicted to fit'} with {settings}."
     if frugal is None or not longest:

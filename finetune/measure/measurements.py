@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,16 @@ from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import UserError
-from finetune.measure.predict import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Curve, Gradients, Work, all_reduce_curve
+from finetune.measure.predict import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    MIB,
+    Curve,
+    Gradients,
+    Work,
+    all_reduce_curve,
+    all_to_all_curve,
+)
 from finetune.runtime import bootstrap
 from finetune.runtime.files import write_json
 from finetune.runtime.types import JsonObject
@@ -31,7 +40,8 @@ WORLD_SIZES = (1, 2, 4, 8)  # for which a dry run estimates the compute time of 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Time and memory of a job on one device.
+    """Time and memory of a job on one device. If several ranks share each row, it is that of one of them
+    (`context_group.StandIn`), without communication; lengths and tokens are those of whole rows.
 
     facts:              everything that decides the figures: model, adapter, data, batch, dtypes, device, versions
     seconds_per_micro_batch, seconds_per_token: intercept and slope: forward and backward of a micro-batch as a line
@@ -40,13 +50,15 @@ class Measurement:
     backward_share:     of forward and backward, 0 to 1
     data_seconds:       wait for one micro-batch
     optimizer_seconds, other_seconds: per step
-    compute_seconds:    by world size, forward and backward of a step's micro-batches on the slowest rank, mean over an
-                        epoch
+    compute_seconds:    by number of ranks with different rows, forward and backward of a step's micro-batches on the
+                        slowest rank, mean over an epoch
     tokens_per_step:    real tokens of a global step, mean over an epoch
     peak_memory_bytes:  of training with the largest micro-batch
     memory_bytes:       of the device; None for a CPU
     active_parameters:  of `parameters`, those that a token uses (`engine.model.experts.count`)
     gradient_bytes:     of each trained parameter, in the order of `model.parameters()`
+    shared_by:          ranks that share each row
+    exchanges:          of these: [bytes, number] of the all-to-alls of a mean micro-batch
     """
 
     facts: JsonObject
@@ -75,6 +87,8 @@ class Measurement:
     gradients_in_peak: bool
     bucket_cap_bytes: int
     first_bucket_bytes: int
+    shared_by: int = 1
+    exchanges: list[list[float]] = field(default_factory=list)
 
     def to_dict(self) -> JsonObject:
         """The measurement as JSON."""
@@ -83,14 +97,14 @@ class Measurement:
     @classmethod
     def from_dict(cls, content: JsonObject) -> Measurement:
         """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`, and measurements from
-        before `active_parameters`, whose facts match those of dense models only.
+        before `active_parameters`, whose facts match those of dense models only, and from before shared rows.
 
         Raises:
             TypeError, KeyError: the file of another version.
         """
         if "global_size" in content:
             content = content | {"global_batch_size": content["global_size"]}
-        content = {"active_parameters": content["parameters"]} | content
+        content = {"active_parameters": content["parameters"], "shared_by": 1, "exchanges": []} | content
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property
@@ -113,17 +127,19 @@ class Measurement:
         Raises:
             UserError: the global batch does not divide into micro-batches of this size on that many ranks.
         """
-        if self.global_batch_size % (world_size * self.per_device):
+        data_ranks, rest = divmod(world_size, self.shared_by)
+        if rest or self.global_batch_size % (data_ranks * self.per_device):
+            shared = "" if self.shared_by == 1 else f", of which {self.shared_by} share each row,"
             raise UserError(
                 f"The global batch does not divide exactly: {counted(self.global_batch_size, 'row')} on "
-                f"{counted(world_size, 'rank')} in "
+                f"{counted(world_size, 'rank')}{shared} in "
                 f"micro-batches of {self.per_device}. Choose another number of GPUs or micro-batch size."
             )
-        accumulation = self.global_batch_size // (world_size * self.per_device)
+        accumulation = self.global_batch_size // (data_ranks * self.per_device)
         return Work(
             per_device=self.per_device,
             accumulation=accumulation,
-            compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
+            compute_seconds=self.compute_seconds[str(data_ranks)] if compute_seconds is None else compute_seconds,
             backward_share=self.backward_share,
             data_seconds=self.data_seconds * accumulation,
             optimizer_seconds=self.optimizer_seconds,
@@ -134,15 +150,24 @@ class Measurement:
             gradients=self.gradients,
             peak_memory_bytes=self.peak_memory_bytes,
             memory_bytes=self.memory_bytes,
+            exchanges=tuple((size, number * accumulation) for size, number in self.exchanges),
         )
 
 
 # --- micro-batches --------------------------------------------------------------------------------------------------
 
 
-def micro_batch_tokens(rows: np.ndarray, layout: Layout) -> np.ndarray:
-    """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...]."""
+def micro_batch_tokens(rows: np.ndarray, layout: Layout, shared_by: int = 1) -> np.ndarray:
+    """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...].
+
+    Args:
+        shared_by: ranks that share it. If several do, its rows are concatenated.
+    """
     per_device = rows.shape[-1]
+    if shared_by > 1:
+        length, multiple = layout.packs.pack_length, shared_by * MULTIPLE
+        widths = np.where(rows >= 0, layout.tokens[rows], 0) if length is None else np.full(rows.shape, length)
+        return -(-widths.sum(axis=-1).clip(1) // multiple) * multiple
     if layout.padded_lengths is None:
         return np.full(rows.shape[:-1], per_device * int(layout.packs.pack_length or 0), dtype=np.int64)
     longest = np.where(rows >= 0, layout.padded_lengths[rows], 1).max(axis=-1).astype(np.int64)
@@ -160,6 +185,7 @@ def slowest_rank_seconds(
     per_device: int,
     line: tuple[float, float],
     residuals: Sequence[float] = (),
+    shared_by: int = 1,
 ) -> np.ndarray:
     """Expected forward and backward time of each step of the first epoch on the slowest rank, float64 [steps].
 
@@ -170,10 +196,11 @@ def slowest_rank_seconds(
     Args:
         line: intercept and slope: seconds per micro-batch and per token.
         residuals: measured residuals from that line, in seconds.
+        world_size, shared_by: ranks with different rows, and ranks that share each of them.
     """
     accumulation = plan.global_batch_size // (world_size * per_device)
     rows = plan.deal_epoch(0, world_size=world_size, per_device=per_device, accumulation=accumulation)
-    seconds = line[0] + line[1] * micro_batch_tokens(rows, layout)
+    seconds = line[0] + line[1] * micro_batch_tokens(rows, layout, shared_by)
     if world_size > 1 and residuals:
         times = -(-DRAWS // len(seconds))
         seconds = seconds + np.random.default_rng(0).choice(residuals, (times, *seconds.shape))
@@ -370,6 +397,16 @@ def find_comm(
         return read_comm(path)[world_size], str(path)
     except (UserError, KeyError):
         return None, f"{path} is damaged or from another version"
+
+
+def find_exchange(ranks: int, backend: str, device: str, environment: Mapping[str, str]) -> tuple[Curve | None, str]:
+    """The all-to-all curve of ranks of one machine that share rows, and what it is from; or None and the reason."""
+    if find_comm(ranks, backend, device, environment)[0] is None:
+        what = f"neither all-to-all nor all-reduce of {ranks} ranks was measured on this machine"
+        return None, f"{what} (run `finetune bench comm` first)"
+    path = comm_file(ranks, backend, device, environment)
+    curve, collective = all_to_all_curve(json.loads(path.read_text(encoding="utf-8")))
+    return curve, f"the {collective} of {ranks} ranks in {path}"
 
 
 def read_comm(path: Path) -> dict[int, Curve]:

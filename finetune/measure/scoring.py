@@ -34,9 +34,10 @@ def score(job: Job, results: JsonObject) -> JsonObject:
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
-    if job.context.size > 1:
-        return _not_scored("the steps of GPUs that share rows are not predicted")
-    sharded = None
+    shared = job.context.size
+    if shared > 1 and job.config.training.strategy == "shard":
+        return _not_scored("the steps of sharded ranks that share rows are not predicted")
+    sharded = exchange = None
     if job.config.training.strategy == "shard" and world > 1:
         sharded, source = slices.find(measurements.facts(job))
         measured = None if sharded is None else sharded.whole
@@ -53,35 +54,49 @@ def score(job: Job, results: JsonObject) -> JsonObject:
         if curve is None:
             return _not_scored(where)
         source = f"{source} and {where}"
+        if shared > 1:
+            exchange, where = measurements.find_exchange(shared, backend, job.hardware.name, os.environ)
+            if exchange is None:
+                return _not_scored(where)
+            source = f"{source} and {where}"
     return {
         "source": source,
         "reason": None,
-        **compare(*expected_predictions(job, measured, world, curve, sharded), results),
+        **compare(*expected_predictions(job, measured, world, curve, sharded, exchange), results),
     }
 
 
 def expected_predictions(
-    job: Job, measured: Measurement, world: int, curve: Curve | None, sharded: Sharded | None = None
+    job: Job,
+    measured: Measurement,
+    world: int,
+    curve: Curve | None,
+    sharded: Sharded | None = None,
+    exchange: Curve | None = None,
 ) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
     is left out, as in the measured results, because it compiles kernels.
 
     Args:
         sharded: what `measured` belongs to, of a run that shards its model.
+        exchange: all-to-all of ranks that share rows.
     """
 
     def one(work: Work) -> Prediction:
-        return predict(work, world, curve) if sharded is None else slices.predict(sharded, work, world, curve)
+        if sharded is not None:
+            return slices.predict(sharded, work, world, curve)
+        return predict(work, world, curve, exchange)
 
     plan, layout = job.plan(), job.layout
     line = measured.seconds_per_micro_batch, measured.seconds_per_token
     seconds = slowest_rank_seconds(
         plan,
         layout,
-        world_size=world,
+        world_size=world // measured.shared_by,
         per_device=job.batch.per_device,
         line=line,
         residuals=measured.residual_seconds,
+        shared_by=measured.shared_by,
     )
     tokens = [float(layout.tokens[plan.step_rows(0, step)].sum()) for step in range(plan.steps_per_epoch)]
     count = job.config.training.max_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from finetune.measure.measurements import Measurement, micro_batch_tokens, slowe
 from finetune.measure.micro_batch import Memory, device_memory, longest_rows
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
+from finetune.runtime.ranks.context_group import StandIn
 from finetune.runtime.types import JsonObject
 
 T = TypeVar("T")
@@ -111,6 +113,18 @@ class TimeBudget(TrainerCallback):
     ) -> None:
         if self.over or state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
+
+
+class ExchangeCount(TrainerCallback):
+    """Keeps what a stand-in exchanged in the last step only."""
+
+    def __init__(self, group: StandIn) -> None:
+        self._group = group
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._group.sent_bytes.clear()
 
 
 # --- what a forward pass keeps, and what always stays --------------------------------------------------------------
@@ -213,7 +227,7 @@ class Trial:
             for sizes, step in typical
             for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
         ]
-        line = line_through(pairs)
+        line, shared = line_through(pairs), self.job.context.size
         if len(done) <= self.worst_steps:  # all are equally long
             line = 0.0, median(seconds / size for size, seconds in pairs)
         residuals = without_outliers([seconds - line[0] - line[1] * size for size, seconds in pairs])
@@ -250,6 +264,7 @@ class Trial:
                         per_device=batch.per_device,
                         line=line,
                         residuals=residuals,
+                        shared_by=shared,
                     ).mean()
                 )
                 for world in world_sizes
@@ -270,7 +285,23 @@ class Trial:
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
+            shared_by=shared,
+            exchanges=self._exchanges(len(done)),
         )
+
+    def _exchanges(self, steps: int) -> list[list[float]]:
+        """[bytes, number] of the exchanges of a mean micro-batch, from those of the last step."""
+        context, batch = self.job.context, self.job.batch
+        if not isinstance(context, StandIn) or not context.sent_bytes:
+            return []
+        plan = self.job.plan()
+        accumulation = batch.global_batch_size // batch.per_device
+        rows = plan.deal_epoch(0, world_size=1, per_device=batch.per_device, accumulation=accumulation)
+        mean = float(micro_batch_tokens(rows, self.job.layout, context.size).mean())
+        *_, last = self.tokens[steps - 1].tolist()
+        number = len(context.sent_bytes) // self.tokens.shape[1]
+        found = Counter(context.sent_bytes[-number:])
+        return [[size / last * mean, float(times)] for size, times in sorted(found.items())]
 
 
 def optimizer_state_bytes(trainer: SFTTrainer) -> int:
@@ -298,13 +329,14 @@ def prepare(
     """
     per_device = job.batch.per_device
     longest = longest_rows(job.layout, per_device)
-    is_long = int(micro_batch_tokens(longest, job.layout)) >= LONG_TOKENS
+    shared = job.context.size
+    is_long = int(micro_batch_tokens(longest, job.layout, shared)) // shared >= LONG_TOKENS
     # Two are enough to hold gradients while the next are computed.
     accumulation = 1 if is_long else min(2, job.batch.accumulation)
     worst_steps = 1 if is_long else WORST_STEPS
     worst = np.tile(longest, (worst_steps * accumulation, 1))
     micro_batches = np.concatenate([worst, typical_micro_batches(job, TYPICAL_STEPS * accumulation)])
-    tokens = micro_batch_tokens(micro_batches, job.layout).reshape(-1, accumulation)
+    tokens = micro_batch_tokens(micro_batches, job.layout, shared).reshape(-1, accumulation)
     training = replace(
         job.config.training,
         output_dir=str(folder),
@@ -333,6 +365,8 @@ def prepare(
     built.logger.monitor.keep_steps()
     budget = TimeBudget(at_least=1 if is_long else WORST_STEPS + ENOUGH)
     trainer.add_callback(budget)
+    if isinstance(job.context, StandIn):
+        trainer.add_callback(ExchangeCount(job.context))
     # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
     return Trial(
@@ -341,7 +375,7 @@ def prepare(
         logger=built.logger,
         memory=memory or device_memory(job.stack.device),
         budget=budget,
-        tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
+        tokens=micro_batch_tokens(order[:, :, 0], trial.layout, shared),
         worst_steps=worst_steps,
         least_steps=1 if is_long else WORST_STEPS + 1,
     )

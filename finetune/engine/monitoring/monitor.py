@@ -153,7 +153,8 @@ class Monitor:
         for place, values in enumerate((self._tokens, self._squares)):
             by_rows = np.where(dealt >= 0, values[dealt], 0).sum(axis=(0, 2))
             # Ranks that share rows have equal parts; the first ones the rest.
-            self._shares[place] += ((by_rows[:, None] + np.arange(context.size)[::-1]) // context.size).ravel()
+            shared = context.processes
+            self._shares[place] += ((by_rows[:, None] + np.arange(shared)[::-1]) // shared).ravel()
         # A reduction in the first of several micro-batches shifts DDP's count of iterations by one.
         if self._steps > 2 and (self._steps <= DDP_FIRST_STEPS + 1 or self._steps % logging_steps <= 1):
             self._read_account()

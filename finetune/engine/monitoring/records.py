@@ -82,7 +82,7 @@ class StepCounter:
             return self._plan.global_batch_size * self._layout.packs.pack_length
         dealt = self._plan.deal(
             *divmod(step, self._plan.steps_per_epoch),
-            world_size=args.world_size // shared,
+            world_size=args.world_size // self._context.processes,
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
         )

@@ -64,6 +64,7 @@ def open_session(
     without: Collection[str] = (),
     on_failure: Callable[..., None] | None = None,
     before_loading: Callable[[Stack, str], str] | None = None,
+    stand_in: bool = False,
 ) -> Job:
     """Start the backend, prepare the data, join the other ranks and load the model.
 
@@ -73,6 +74,7 @@ def open_session(
         on_failure: called with a message if another rank fails, just before this process exits.
         before_loading: called once the ranks can communicate, before the model is loaded, with how the trained weights
             would be kept (`master_weights.WeightPrecision.kind`); returns how they are kept.
+        stand_in: as for `open_job`.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -96,7 +98,9 @@ def open_session(
     def connected(weights: str) -> str:
         return weights if before_loading is None else before_loading(stack, weights)
 
-    job = open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
+    job = open_job(
+        config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected, stand_in=stand_in
+    )
     job.user_code = loaded
     return job
 

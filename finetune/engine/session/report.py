@@ -71,7 +71,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     row = "row" if job.unpacked_because else "pack"
     length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
     shared = job.context.size
-    ranks = counted(world, "rank") if shared == 1 else f"{counted(world // shared, 'group')} of {shared} ranks"
+    groups = job.context.data_ranks
+    ranks = counted(world, "rank") if shared == 1 else f"{counted(groups, 'group')} of {shared} ranks"
     print_line(
         f"Each step: {counted(batch.global_batch_size, row)}{length} = {ranks} x "
         f"{counted(batch.per_device, row)} x {batch.accumulation} accumulated"

@@ -28,11 +28,15 @@ def own_part(batch: JsonObject, group: ContextGroup) -> JsonObject:
 
     Positions count from the beginning of each document, wherever the part begins, and `packed_seq_lengths` stay those
     of the whole row. `shift_labels` has the label that each position predicts: the last one's is the first of the next
-    part. `document_lengths` are those of the part.
+    part. `document_lengths` are those of the part. A stand-in has the part with the most labels, for which a loss takes
+    longest.
     """
     each = batch["input_ids"].shape[1] // group.size
-    first, end = group.part * each, (group.part + 1) * each
     shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    part = group.part
+    if group.processes < group.size:
+        part = int((shifted != IGNORE_INDEX).view(group.size, -1).sum(1).argmax())
+    first, end = part * each, (part + 1) * each
     parts = {name: batch[name] for name in ("input_ids", "position_ids", "labels")} | {"shift_labels": shifted}
     lengths = batch["document_lengths"]
     ends = lengths.abs().cumsum(0)

@@ -5,7 +5,7 @@ Of W ranks, neighbors share rows: rank r has the rows of data rank r // C, and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,11 @@ class ContextGroup:
     timer: ExchangeTimer | None = None
 
     @property
+    def processes(self) -> int:
+        """How many processes share rows, this one included: those of the ranks, unless this is a `StandIn`."""
+        return self.size
+
+    @property
     def part(self) -> int:
         """Which part of a row this rank has, from 0."""
         return distributed.ranks().rank % self.size
@@ -74,16 +79,54 @@ class ContextGroup:
     def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, ...] -> [size, ...]: entry i goes to the i-th rank, and what it sent to this one takes its place."""
         import torch
-        import torch.distributed as dist
 
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
         if self.timer is not None:
             self.timer.mark()
-        dist.all_to_all_single(received, sent, group=self.process_group)
+        self._all_to_all(received, sent)
         if self.timer is not None:
             self.timer.mark(activity.current().phase)
         return received
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        import torch.distributed as dist
+
+        dist.all_to_all_single(received, sent, group=self.process_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(ContextGroup):
+    """A process that does on one device what each rank of a group does: it has a part of each row, and as many heads in
+    attention, so that time and memory are a rank's. An exchange returns what was sent, so that values are wrong.
+
+    sent_bytes: of each exchange since the list was cleared
+    """
+
+    sent_bytes: list[int] = field(default_factory=list, compare=False)
+
+    @property
+    def processes(self) -> int:
+        return 1
+
+    @property
+    def part(self) -> int:
+        return 0
+
+    @property
+    def data_rank(self) -> int:
+        return 0
+
+    @property
+    def data_ranks(self) -> int:
+        return 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        self.sent_bytes.append(sent.nbytes)
+        received.copy_(sent)
 
 
 ALONE = ContextGroup()

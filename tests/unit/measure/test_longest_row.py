@@ -15,8 +15,10 @@ from finetune.data.layout import lay_out
 from finetune.engine.job import model_size
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
-from finetune.measure import longest_row, micro_batch, trial
+from finetune.measure import dry_run as trial_of
+from finetune.measure import longest_row, measurements, micro_batch, trial
 from finetune.measure.activations import Mode
+from finetune.measure.measurements import Measurement
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
@@ -307,3 +309,43 @@ def test_a_dry_run_with_auto_measures_the_job_as_the_run_will_train_it(runs: Run
     assert found["longest_rows"]["proof"]["tokens"] == 40
     assert found["config"]["training"]["gradient_checkpointing"] is False
     assert found["measurement"]["facts"]["training.gradient_checkpointing"] is False
+
+
+def test_a_job_whose_rows_ranks_share_is_measured_as_one_of_them(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its part of the tokens, and of heads in attention: 4 of 4 features, with 2 for keys and for values."""
+    runs.monkeypatch.setattr(trial, "TYPICAL_STEPS", 2)
+    shared = ("--training.context_parallel", "2", "--data.packing", "true", "--data.max_length", "48")
+    found = dry_run(runs, *shared)
+    assert found["go"] and found["measurement"]["shared_by"] == 2 and "--nproc_per_node 2" in found["launch"]
+    assert found["measurement"]["facts"]["training.context_parallel"] == 2  # the run's, which is scored by it
+    # A layer sends 24 tokens of queries, keys and values in float32, and their output: forward, again as it is computed
+    # again, and backward.
+    output, all_three = 24 * 16 * 4, 24 * (16 + 2 * 8) * 4
+    assert found["measurement"]["exchanges"] == [[output, 3], [all_three, 3]]
+    projection = found["projection"]
+    assert projection["exchange_seconds"] is None and projection["exchange_bytes"] == 4 * 3 * (output + all_three)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not in the figures below" in said and "Measured as one of 2 ranks" in said and "loss, first" not in said
+
+    row = {"bytes": 2**20, "seconds": {"median": 0.5}}
+    comm = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": [row]}}
+    measurements.save_comm(comm, found["measurement"]["facts"]["device"])
+    projection = trial_of.projection(Measurement.from_dict(found["measurement"]), 2)
+    assert projection["exchange_seconds"] == pytest.approx(4 * 6 * 0.5)  # each as long as the smallest all-reduce
+    assert projection["communication"].startswith("the all-reduce of 2 ranks in ")
+    assert projection["step_seconds"] > 4 * 6 * 0.5 + 0.5  # gradients are reduced once
+
+
+def test_of_sharded_jobs_and_too_few_devices_no_shared_rows_are_measured(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune import dryrun
+
+    words = ["--model.model_name_or_path", str(runs.folder / "model"), "--training.context_parallel", "2"]
+    words += ["--data.train_file", str(runs.folder / "train.jsonl"), "--model.backend", "transformers"]
+    assert dryrun.main(["--devices", "1", *words]) == 2
+    assert "context_parallel 2 does not divide 1 (processes)" in " ".join(capsys.readouterr().err.split())
+    assert dryrun.main([*words, "--training.strategy", "shard"]) == 2
+    assert "a dry run of a sharded job measures whole rows" in " ".join(capsys.readouterr().err.split())

@@ -26,7 +26,7 @@ from finetune.engine.monitoring import token_statistics
 from finetune.engine.training.batches import own_part, targets, to_device
 from finetune.engine.training.loss import loss_of_part
 from finetune.errors import UserError
-from finetune.runtime.ranks.context_group import ContextGroup
+from finetune.runtime.ranks.context_group import ContextGroup, StandIn
 from tests.helpers import tiny
 from tests.helpers.config import MODEL
 from tests.unit.engine.kernels.test_attention import of_each_document
@@ -193,6 +193,50 @@ def test_shared_rows_are_as_each_document_alone(
     for name, expected in gradients.items():
         summed = sum(dict(one.named_parameters())[name].grad for one in copies)
         assert torch.allclose(summed, expected, atol=1e-6, rtol=1e-4), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("heads", "key_value", "ranks"), [(4, 2, 2), (6, 1, 4)])
+def test_a_stand_in_computes_and_sends_as_much_as_each_rank(
+    heads: int, key_value: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [documents(30, 2, 13, 1), documents(33, 17)]
+    work: dict[str, list] = {}  # what each does, in order
+    compute: Any = context_attention.document_attention
+    exchange = Threads.exchange
+
+    def attend(module: Any, *states: torch.Tensor, **given: Any) -> Any:
+        work[module.name].append([tuple(state.shape) for state in states if state is not None])
+        return compute(module, *states, **given)
+
+    def note(group: Threads, tensor: torch.Tensor) -> torch.Tensor:
+        work[f"sent by {group.part}"].append(tensor.nbytes)
+        return exchange(group, tensor)
+
+    monkeypatch.setattr(context_attention, "document_attention", attend)
+    monkeypatch.setattr(Threads, "exchange", note)
+
+    def run(name: str, one: Any, group: ContextGroup) -> int:
+        work[name] = []
+        for layer in one.model.layers:
+            layer.self_attn.name = name
+        batch = collate(rows, pad_token_id=0, pack_length=64, multiple=ranks * MULTIPLE)
+        batch = own_part(batch, group)
+        batch.pop("document_lengths")
+        inputs = to_device(batch, torch.device("cpu"), packed_kernel=True)
+        loss_of_part(one, inputs, torch.tensor(1))[0].backward()
+        return int((inputs["shift_labels"] != -100).sum())
+
+    group, alone = threads(ranks), StandIn(size=ranks)
+    copies = [model(heads, key_value, None) for _ in range(ranks + 1)]
+    work |= {f"sent by {part}": [] for part in range(ranks)}
+    context_attention.install(copies[0], group)
+    for one in copies[1:ranks]:
+        one.set_attn_implementation(context_attention.NAME)
+    labels = on_all(group, lambda part: run(str(part), copies[part], group))
+    context_attention.install(copies[-1], alone)
+    assert run("alone", copies[-1], alone) == max(labels)  # the part with the most
+    assert work["alone"] == work["0"] and len(work["alone"]) == 2
+    assert alone.sent_bytes == work["sent by 0"] and len(alone.sent_bytes) == 2 * 4
 
 
 def test_rows_without_bounds_are_computed_as_before() -> None:
