@@ -45,6 +45,11 @@ def data_ranks(training: TrainingConfig, world_size: int) -> int:
     return world_size // size
 
 
+def ranks_to_share_longer_rows(shared: int, gpus: int) -> int | None:
+    """The next larger `training.context_parallel` on so many GPUs; None if there is none."""
+    return next((ranks for ranks in range(2 * shared, gpus + 1, shared) if gpus % ranks == 0), None)
+
+
 def check_whole_rows(training: TrainingConfig, command: str) -> None:
     """Raises UserError if several GPUs share each row, for a command that cannot predict it."""
     if training.context_parallel > 1:
