@@ -55,7 +55,7 @@ def check_whole_rows(training: TrainingConfig, command: str) -> None:
     if training.context_parallel > 1:
         raise UserError(
             f"{command} measures whole rows, and training.context_parallel {training.context_parallel} has several "
-            "GPUs share each row. Remove it to measure whole rows on one GPU, or start the run: `finetune train`."
+            "GPUs share each row. Remove it, or start the run: `finetune train`."
         )
 
 
