@@ -144,7 +144,10 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
 
 
 def measure_curves(
-    world_sizes: Sequence[int], machine: Hardware, sizes: Sequence[int]
+    world_sizes: Sequence[int],
+    machine: Hardware,
+    sizes: Sequence[int],
+    collectives: Sequence[str] = ("all_reduce",),
 ) -> tuple[dict[int, tuple[Curve | None, str]], float]:
     """The all-reduce of each world size above one, and the seconds that several ranks take to connect. The measurements
     are cached, for scoring runs."""
@@ -163,7 +166,7 @@ def measure_curves(
                 world,
                 sorted({*usual, *sizes}),
                 environment=environment,
-                collectives=("all_reduce",),
+                collectives=collectives,
                 machine=machine,
                 **EFFORT,
             )

@@ -253,6 +253,12 @@ def advise_configuration(
         "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
+    if one.global_batch_size < devices_here(machine):  # some would have no row
+        from finetune.advise import shared_rows
+
+        shared = shared_rows.find(config, bench, machine)
+        shared_rows.show(shared)
+        advice["shared_rows"] = [candidate.to_dict() for candidate in shared]
     return advice, plan
 
 
@@ -326,6 +332,13 @@ def does_not_fit(
         ):
             text += f" training.strategy: auto will shard it on this machine, because {reason}."
     print_line(text)
+    same_rows = result is not None and all(change.same_result for change in taken)
+    if base.state_fits and not same_rows:
+        from finetune.advise import shared_rows
+
+        shared = shared_rows.find(config, bench, machine)
+        shared_rows.show(shared)
+        content["shared_rows"] = [one.to_dict() for one in shared]
     if options.json:
         write_json(options.json, content | {"remedies": text})
     return FAILED

@@ -45,12 +45,17 @@ def data_ranks(training: TrainingConfig, world_size: int) -> int:
     return world_size // size
 
 
+def ranks_to_share_longer_rows(shared: int, gpus: int) -> int | None:
+    """The next larger `training.context_parallel` on so many GPUs; None if there is none."""
+    return next((ranks for ranks in range(2 * shared, gpus + 1, shared) if gpus % ranks == 0), None)
+
+
 def check_whole_rows(training: TrainingConfig, command: str) -> None:
     """Raises UserError if several GPUs share each row, for a command that cannot predict it."""
     if training.context_parallel > 1:
         raise UserError(
             f"{command} measures whole rows, and training.context_parallel {training.context_parallel} has several "
-            "GPUs share each row. Remove it to measure whole rows on one GPU, or start the run: `finetune train`."
+            "GPUs share each row. Remove it, or start the run: `finetune train`."
         )
 
 

@@ -194,7 +194,7 @@ def projection(measured: Measurement, world: int) -> JsonObject:
     """The predicted run on one device, or on the fewest that share rows, and the number of devices in the launch
     line."""
     work, ranks = measured.work(measured.shared_by), measured.shared_by
-    exchange, source = None, "no rank shares its rows"
+    exchange, reduced, source = None, None, "no rank shares its rows"
     if ranks > 1:
         backend = "gloo" if measured.memory_bytes is None else "nccl"
         where = ranks, backend, measured.facts["device"], os.environ

@@ -122,10 +122,10 @@ def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
     if mode.gradient_checkpointing not in (OFFLOAD, "unsloth"):
         return None
     each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
-    group = trainer.context
-    ranks = distributed.ranks().local_world_size * group.size // group.processes  # a stand-in has no memory beside the others
+    shared, processes = trainer.context.size, trainer.context.processes
+    ranks = distributed.ranks().local_world_size * shared // processes  # a stand-in shares the host with the others
     available = MEMORY_MARGIN * read_ahead.free_bytes() / ranks
-    return int(min(distributed.gather_objects(available)) / each * group.size)
+    return int(min(distributed.gather_objects(available)) / each * shared)
 
 
 def longer_document(first: Point, held: float, limit: float, size: ModelSize, most: int | None) -> int | None:

@@ -117,6 +117,11 @@ class Run:
             return found
         return self.ranks.world_size if self.ranks is not None else len(self.ranks_with("peak_of_rank")) or None
 
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that share each row."""
+        return count(self.at("config.training.context_parallel")) or 1
+
     @functools.cached_property
     def on_gpus(self) -> bool:
         """Whether it ran on GPUs, as far as is recorded."""

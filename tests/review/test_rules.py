@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.review.rules import RULES, learning, ranks, speed, straggler
+from finetune.review.rules import RULES, learning, memory, ranks, speed, straggler
 from finetune.review.run import Run
 from finetune.review.verdict import findings, verdict
 from tests.review import synthetic
@@ -447,6 +447,47 @@ def test_a_straggler_is_named_with_its_cause(expected: str, more: dict[str, Any]
 def test_communication_says_when_one_gpu_is_cheaper() -> None:
     texts = [ranks.communication(run(phases={"communication": seconds})) for seconds in (0.2, 0.5)]
     assert ["One GPU is likely cheaper" in found.evidence for found in texts if found] == [False, True]
+
+
+def sharing(ranks: int, per_device: int = 1, **training: Any) -> dict[str, Any]:
+    """Of run.json: ranks that share each row, with activations in host memory and MLPs in slices."""
+    kept = {"learning_rate": 1e-3, "context_parallel": ranks, "gradient_checkpointing": "offload"} | training
+    config = {"training": kept, "data": {"max_length": 1024, "packing": False}, "model": {"tiled_mlp": True}}
+    batch = {"per_device": per_device, "accumulation": 2, "global_batch_size": 8}
+    return {"config": config, "batch": batch, "backend": "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (sharing(1), "training.context_parallel: 2 on 4 GPUs, or a lower data.max_length"),
+        (sharing(2), "training.context_parallel: 4 on 4 GPUs, or a lower data.max_length"),
+        (sharing(4), "a lower data.max_length"),
+        (sharing(1) | {"backend": "unsloth"}, "model.tiled_mlp"),
+        (sharing(2, 2), "training.per_device_train_batch_size: 1"),
+    ],
+)
+def test_a_row_that_fills_the_gpus_is_to_be_shared_by_more(record: dict[str, Any], expected: str) -> None:
+    full = {1: {"reserved_gib": 95.0}}
+    if record["backend"] == "unsloth":
+        record = record | {"config": record["config"] | {"model": {}}}
+    found = memory.near_limit(run(world=4, by_rank=full, record=record))
+    assert found is not None and found.advice.startswith(expected)
+
+
+def test_the_exchange_of_shared_rows_is_no_straggler_and_not_to_be_cured_by_a_larger_batch() -> None:
+    record = sharing(2)
+    found = ranks.communication(run(world=4, phases={"communication": 0.3}, record=record))
+    assert found is not None and "Shared rows and gradients travel" in found.evidence
+    assert found.advice.startswith("a smaller training.context_parallel than 2") and "global_batch" not in found.advice
+    assert fired(run(world=4, phases={"communication": 0.3}, record=record)) == ["communication"]
+    # The rank that shares its rows waits for the slow one in each layer, the others at the end: one cause.
+    slow = run(world=4, phases={"communication": 0.3}, slow={1: {"forward": 0.5}}, record=record)
+    assert fired(slow) == ["straggler"]
+    one, two = of_speed("one", 1, 100.0), of_speed("two", 2, 130.0)
+    two.record["config"] = one.record["config"] | {"training": record["config"]["training"]}
+    (worth,) = findings(two, [one])
+    assert worth.rule == "efficiency" and worth.advice.startswith("set training.context_parallel: 1")
 
 
 def of_speed(name: str, world: int, rate: float) -> Run:

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from finetune.config.batch import ranks_to_share_longer_rows
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS, less_activation_memory
 from finetune.errors import RunError
 from finetune.runtime.machine.hardware import out_of_memory_details
+from finetune.runtime.ranks import distributed
 from finetune.text import counted
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None
             alternatives = [f"{key}: {value}" for key, value in less_activation_memory(job.config, job.stack.backend)]
         else:
             alternatives = []
+        gpus = max(job.hardware.count, distributed.ranks().world_size)
+        more = ranks_to_share_longer_rows(training.context_parallel, gpus)
+        if known is None and not alternatives and job.batch.per_device == 1 and job.stack.backend != "unsloth":
+            alternatives += [] if more is None else [f"training.context_parallel: {more} on {gpus} GPUs"]
         if model.full_finetuning:
             if training.master_weights == "float32" and training.optim in STOCHASTIC_OPTIMIZERS:
                 alternatives.append("training.master_weights: stochastic")

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from finetune.config.batch import ranks_to_share_longer_rows
 from finetune.review.finding import Explanation, Finding, confidence, micro_batch, percent
 from finetune.review.run import Run
+from finetune.review.values import count
 
 FULL = 0.92  # of the fullest GPU, by what torch's allocator reserved; to start with, until retries are measured
 
@@ -41,7 +43,13 @@ def _activation_measure(run: Run) -> str:
     """The next setting that makes a row need less memory."""
     kind, on_unsloth = run.at("config.training.gradient_checkpointing"), run.at("backend") == "unsloth"
     if kind and (kind == "offload" or on_unsloth and kind == "unsloth"):
-        return "a lower data.max_length" if run.at("config.model.tiled_mlp") else "model.tiled_mlp: true"
+        if not run.at("config.model.tiled_mlp"):
+            return "model.tiled_mlp: true"
+        gpus = max(run.world_size or 1, count(run.at("hardware.count")) or 1)
+        more = ranks_to_share_longer_rows(run.context_parallel, gpus)
+        if run.number("batch.per_device") != 1 or on_unsloth or more is None:
+            return "a lower data.max_length"
+        return f"training.context_parallel: {more} on {gpus} GPUs, or a lower data.max_length"
     return f"training.gradient_checkpointing: {'unsloth' if on_unsloth else 'offload' if kind else 'true'}"
 
 

@@ -35,19 +35,28 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     unknown = " Ranks were not recorded: waiting for a slower rank may be in it."
     if least is not None:
         unknown = f" {percent(least)} remain on the rank that waits for no other."
-    batch = run.number("batch.per_device")
+    batch, shared = run.number("batch.per_device"), run.context_parallel
     larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
+    advice = f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it"
+    what, gain = (
+        "Gradients travel",
+        f"a step at most {percent(share)} shorter; half of that with twice the work per step",
+    )
+    if shared > 1:  # exchanges grow with the work
+        what = "Shared rows and gradients travel"
+        advice = (
+            f"a smaller training.context_parallel than {shared}, if the longest row fits: `finetune dryrun --longest`"
+        )
+        gain = f"a step at most {percent(share)} shorter; with whole rows on each GPU, only gradients travel"
     return Finding(
         rule="communication",
         level="warning",
         headline="Communication between the ranks limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
-        evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
+        evidence=f"{what} while nothing is computed for {percent(share)} of the step of {duration(step)} on "
         f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
-        advice=f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it, "
-        "`finetune doctor` shows the links and NCCL settings",
-        gain=f"a step at most {percent(share)} shorter; half of that with twice the work per step"
-        + (", or the same run on one GPU at a lower cost" if one else ""),
+        advice=f"{advice}, `finetune doctor` shows the links and NCCL settings",
+        gain=gain + (", or the same run on one GPU at a lower cost" if one else ""),
         lost=share,
         confidence=confidence(share, COMMUNICATION, records),
         charts=("communication", "step_seconds"),
@@ -73,7 +82,9 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"{speed_up:.2f} times the throughput of `{one.name}`", f"efficiency {percent(share)}"),
         evidence=f"{world} ranks process {speed_up:.2f} times the rows of the one-GPU run `{one.name}`: "
         f"{percent(share)} of {world} times (threshold {percent(EFFICIENCY)}).{cost}",
-        advice="set training.strategy: auto, which takes as many GPUs as are worth it",
+        advice="set training.strategy: auto, which takes as many GPUs as are worth it"
+        if run.context_parallel == 1
+        else "set training.context_parallel: 1, as whole rows fit one GPU",
         gain=f"one GPU: {percent(1 - share)} lower cost at {percent(1 - 1 / speed_up)} lower throughput"
         if speed_up > 1
         else f"one GPU: {percent(1 - share)} lower cost, and faster",

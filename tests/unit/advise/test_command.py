@@ -79,6 +79,54 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     assert "With DDP more GPUs do not help" in said and "training.strategy: shard helps is not known" in said
 
 
+def test_rows_that_fit_no_gpu_may_be_shared_by_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four GPUs. Two that share a row hold it, and four are no faster: they exchange more."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    one = replace(measurement(per_device=1), exchanges=[[2**28, 10.0]])
+    kept = {"training": {"gradient_checkpointing": "offload"}, "model": {"tiled_mlp": True}}
+    results = {
+        f"--training.context_parallel {ranks} {SIZE} 1 --training.gradient_checkpointing auto": DryRunResult(
+            measured=replace(one, shared_by=ranks), config=kept
+        )
+        for ranks in (2, 4)
+    }
+    bench = FakeBench(results)
+    monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
+    monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(*map(card, range(4))))
+    monkeypatch.setattr(candidates.comm, "measure", all_reduce)
+    report = tmp_path / "advice.json"
+    assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
+    two, four = json.loads(report.read_text())["shared_rows"]
+    assert (two["context_parallel"], two["world_size"], four["world_size"]) == (2, 4, 4)
+    # Two groups have eight micro-batches each: 0.5 s, and 80 all-to-alls, each as long as an all-reduce of half its
+    # bytes. One group has twice as many.
+    exchange = 1e-5 + 2**27 / 2e10
+    assert two["tokens_per_second"] == pytest.approx(1000 / (0.5 + 80 * exchange), rel=0.01)
+    assert four["tokens_per_second"] == pytest.approx(1000 / (1.0 + 160 * exchange), rel=0.01)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The same result with training.context_parallel: 2 on 4 GPUs" in said
+    flags = ["--training.context_parallel", "2", SIZE, "1", "--training.gradient_checkpointing", "offload"]
+    assert two["launch"].endswith(" ".join([*flags, "--model.tiled_mlp", "true"])) and two["launch"] in said
+    # If a row fits one GPU in another way, nobody shares it.
+    bench.results[f"{SIZE} 1"] = DryRunResult(measured=measurement(per_device=1))
+    assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
+    assert "shared_rows" not in json.loads(report.read_text())
+    # A step of fewer rows than GPUs leaves some without any.
+    few: Any = {"global_batch_size": 2, "compute_seconds": {"1": 1.0, "2": 0.5}}
+    shared = {
+        key: replace(found, measured=replace(one, **few, shared_by=int(key.split()[1])))
+        for key, found in results.items()
+    }
+    bench.results = {"": DryRunResult(measured=replace(one, **few, exchanges=[])), **shared}
+    words = ["--training.global_batch_size", "2", SIZE, "1", "--json", str(report), "--as-given"]
+    assert advise.main(configuration(tmp_path, *words)) == 0
+    two, four = json.loads(report.read_text())["shared_rows"]
+    assert two["tokens_per_second"] == pytest.approx(1000 / (0.5 + 10 * exchange), rel=0.01)
+    assert four["tokens_per_second"] < two["tokens_per_second"]
+
+
 def test_a_model_that_fits_no_gpu_may_fit_sharded(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

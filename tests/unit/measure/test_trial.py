@@ -75,6 +75,12 @@ def test_a_device_may_be_full_without_any_row() -> None:
             "max_length, or use training.gradient_checkpointing: offload or model.tiled_mlp: true. (CUDA",
         ),
         (
+            ["--model.load_in_4bit", "--model.backend", "transformers", "--model.tiled_mlp"]
+            + ["--training.gradient_checkpointing", "offload", "--training.context_parallel", "2"],
+            1,
+            "lower data.max_length, or use training.context_parallel: 4 on 4 GPUs. (CUDA",
+        ),
+        (
             ["--model.full_finetuning"],
             1,
             "max_length, or use model.tiled_mlp: true or training.optim: adamw_8bit or LoRA (model.full_finetuning: fa",
@@ -95,6 +101,7 @@ def test_a_device_may_be_full_without_any_row() -> None:
         "QLoRA",
         "all measures taken",
         "transformers",
+        "ranks share rows",
         "full",
         "full with a small optimizer",
         "full and sharded",
@@ -104,7 +111,8 @@ def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: 
     batch = types.SimpleNamespace(per_device=rows, global_batch_size=8)
     config = load(configuration(tmp_path, *given))
     stack = types.SimpleNamespace(backend="transformers" if config.model.backend == "transformers" else "unsloth")
-    job: Any = types.SimpleNamespace(config=config, batch=batch, stack=stack)
+    hardware = types.SimpleNamespace(count=4)
+    job: Any = types.SimpleNamespace(config=config, batch=batch, stack=stack, hardware=hardware)
     with pytest.raises(RunError) as caught, explain_out_of_memory(job):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert said in str(caught.value)
