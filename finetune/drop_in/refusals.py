@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import arguments
-from finetune.config.rules import why_optimizer_unusable
+from finetune.config.rules import AUTO, CHECKPOINTING, OFFLOAD, SELECTIVE, checkpointing_kinds, why_optimizer_unusable
 from finetune.data.store import Rows
 from finetune.drop_in import settings
 from finetune.errors import UserError, listed
@@ -101,11 +101,7 @@ def _combinations(args: trl.SFTConfig, given: JsonObject) -> Iterator[str]:
             "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "
             "`padding_free`, which changes nothing in this trainer's results."
         )
-    if args.activation_offloading and not args.gradient_checkpointing:
-        yield (
-            "`activation_offloading=True` without `gradient_checkpointing`: what is moved to CPU memory here is what "
-            "checkpointing keeps. Set `gradient_checkpointing=True`, or remove `activation_offloading`."
-        )
+    yield from _checkpointing(args)
     optim = str(getattr(args.optim, "value", args.optim))
     if (why := why_optimizer_unusable(optim, args.optim_target_modules)) is not None:
         yield f"`optim={optim!r}`: {why}"
@@ -116,6 +112,36 @@ def _combinations(args: trl.SFTConfig, given: JsonObject) -> Iterator[str]:
         )
     if given.get("data_collator") is not None and (args.packing or args.padding_free):
         yield "a custom `data_collator` cannot be used with `packing` or `padding_free`. Remove one of them."
+
+
+def _checkpointing(args: trl.SFTConfig) -> Iterator[str]:
+    """The kind of recomputation, which SFTConfig takes as it is, and the arguments that choose or change it."""
+    kind: Any = args.gradient_checkpointing
+    kinds = list(dict.fromkeys([*checkpointing_kinds("transformers"), *checkpointing_kinds("unsloth"), AUTO]))
+    if kind not in kinds:
+        yield f"`gradient_checkpointing={kind!r}`: expected one of {', '.join(map(repr, kinds))}."
+        return
+    if args.activation_offloading and not kind:
+        yield (
+            "`activation_offloading=True` without `gradient_checkpointing`: what is moved to CPU memory here is what "
+            "checkpointing keeps. Set `gradient_checkpointing=True`, or remove `activation_offloading`."
+        )
+    given: Any = args.gradient_checkpointing_kwargs or {}
+    known = (*CHECKPOINTING, "context_fn", "determinism_check", "every_n_layers", OFFLOAD, SELECTIVE)
+    for name in given:
+        if name not in known:
+            yield f"`gradient_checkpointing_kwargs` has {name!r}, and takes {', '.join(known)}. Remove it."
+    asked = [(kind, f"`gradient_checkpointing={kind!r}`")] if isinstance(kind, str) else []
+    if kind:
+        asked += [(OFFLOAD, "`activation_offloading=True`")] * bool(args.activation_offloading)
+        asked += [
+            (one, f"`{one}` in `gradient_checkpointing_kwargs`") for one in (OFFLOAD, SELECTIVE) if given.get(one)
+        ]
+    if len({one for one, _ in asked}) > 1:
+        both = " and ".join(text for _, text in asked)
+        yield f"{both} are different ways to keep activations. Remove all but one."
+    elif asked and asked[0][0] != "unsloth" and given.get("use_reentrant"):
+        yield f"{asked[0][1]} needs `use_reentrant=False`. Remove `use_reentrant` from `gradient_checkpointing_kwargs`."
 
 
 def argument_name(split: str) -> str:

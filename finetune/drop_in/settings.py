@@ -116,6 +116,7 @@ def recomputation(args: trl.SFTConfig, model: Model, *, tiled_mlp: bool = False)
     options = {name: value for name, value in given.items() if name not in (OFFLOAD, SELECTIVE)}
     loaded = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     kind: str | bool = args.gradient_checkpointing or loaded
+    kind = kind if isinstance(kind, str) else bool(kind)
     if kind is True and (args.activation_offloading or given.get(OFFLOAD)):
         kind = OFFLOAD
     elif kind is True and given.get(SELECTIVE):

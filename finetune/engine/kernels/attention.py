@@ -22,6 +22,11 @@ OTHER = "the model's own"
 LARGEST_DIFFERENCE = 0.01
 FASTER = 0.97  # of torch's time; less is not worth compiling another kernel
 REPEATS = 5
+# Arguments of an attention function of transformers that need more than each head's queries, keys and values.
+MORE = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
+DROPOUTS = ("attention_dropout", "attn_pdrop")  # as configurations name it
+# Settings of models that attend to the tokens that they choose (DeepSeek 3.2, Doge, MiniMax M3).
+CHOICES = ("index_topk", "index_topk_blocks", "keep_window_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +216,9 @@ def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    config = base.config
     kept = (
-        config._attn_implementation != "sdpa"
-        or not getattr(base, "_supports_attention_backend", False)  # its layers pass on what the model is called with
-        or getattr(config, "attention_dropout", 0)
-        or getattr(config, "attn_logit_softcapping", None)
+        base.config._attn_implementation != "sdpa"
+        or why_not_computed(model) is not None
         or dtype not in (torch.bfloat16, torch.float16)
         or torch.cuda.get_device_capability()[0] < 8
     )
@@ -226,6 +228,39 @@ def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(PACKED)
     return True
+
+
+def why_not_computed(model: Model) -> str | None:
+    """What the attention of a transformers model has that `packed_attention` does not compute; None if nothing."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = base.config.get_text_config()
+    name = config.model_type
+    if not getattr(base, "_supports_attention_backend", False):  # its layers pass on what the model is called with
+        return f"the attention of {name} does not go through transformers' attention interface"
+    for setting in DROPOUTS:
+        if getattr(config, setting, 0):
+            return f"{name} has {setting} {getattr(config, setting)}"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"{name} has soft-capped attention"
+    if any(parameter.rsplit(".", 1)[-1] == "sinks" for parameter, _ in base.named_parameters()):
+        return f"{name} has attention sinks"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return f"{name} attends within chunks of a row"
+    if getattr(config, "v_head_dim", None):
+        return f"the value heads of {name} are of another width than its query heads"
+    if any(getattr(config, setting, None) for setting in CHOICES):
+        return f"{name} attends to the tokens that it chooses"
+    if any(getattr(module, "is_causal", True) is False for module in base.modules()):
+        return f"{name} attends to tokens after each token"
+    return None
+
+
+def found_in_call(attention_mask: torch.Tensor | None, arguments: JsonObject) -> str | None:
+    """The same of a call for a packed row, in a model that `why_not_computed` does not know."""
+    if attention_mask is not None and attention_mask.numel() > 1:  # not `batch_arguments`' placeholder
+        return "a mask of its own"
+    found = [name for name in MORE if arguments.get(name) is not None] + ["dropout"] * bool(arguments.get("dropout"))
+    return found[0] if found else None
 
 
 def packed_attention(
@@ -248,6 +283,9 @@ def packed_attention(
 
     Returns:
         [rows, tokens, heads, head_dim], and no weights.
+
+    Raises:
+        UserError: the model's attention of a packed row needs more than that.
     """
     bounds = further.get("cu_seq_lens_q")
     if bounds is None:
@@ -255,6 +293,11 @@ def packed_attention(
 
         return sdpa_attention_forward(  # type: ignore[return-value]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **further
+        )
+    if (found := found_in_call(attention_mask, {"dropout": dropout, **further})) is not None:
+        raise UserError(
+            f"This model's attention has {found}, which the kernel for packs does not compute. Set "
+            "model.attn_implementation: sdpa."
         )
     from torch.nn.attention.varlen import varlen_attn
 

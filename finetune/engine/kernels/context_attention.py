@@ -20,8 +20,6 @@ from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
 
 NAME = "finetune_context_parallel"  # among transformers' attention functions
-# Arguments of an attention function of transformers that need more than each head's queries, keys and values.
-NOT_SHARED = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -133,22 +131,9 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     Args:
         dtype: that the run computes in.
     """
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-    config = base.config.get_text_config()
-    name = config.model_type
-    if not getattr(base, "_supports_attention_backend", False):
-        return f"the attention of {name} does not go through transformers' attention interface"
-    if getattr(config, "attention_dropout", 0):
-        return f"{name} has attention_dropout {config.attention_dropout}"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"{name} has soft-capped attention"
-    if any(parameter.rsplit(".", 1)[-1] == "sinks" for parameter, _ in base.named_parameters()):
-        return f"{name} has attention sinks"
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return f"{name} attends within chunks of a row"
-    if getattr(config, "v_head_dim", None):
-        return f"the value heads of {name} are of another width than its query heads"
-    device = next(base.parameters()).device
+    if (why := attention.why_not_computed(model)) is not None:
+        return why
+    device = next(model.parameters()).device
     if device.type == "cuda":
         if dtype not in (torch.bfloat16, torch.float16):
             return "the kernel for documents of a row computes in 16 bits, and model.dtype is float32"
@@ -181,12 +166,9 @@ def context_attention(
     given: JsonObject = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **further}
     if further.get("cu_seq_lens_q") is None:
         return attention.packed_attention(module, query, key, value, attention_mask, **given)
-    own_mask = attention_mask is not None and attention_mask.numel() > 1  # not `batch_arguments`' placeholder
-    found = [name for name in NOT_SHARED if further.get(name) is not None] + ["a mask of its own"] * own_mask
-    found += ["dropout"] * bool(dropout)
-    if found:
+    if (found := attention.found_in_call(attention_mask, given)) is not None:
         raise UserError(
-            f"training.context_parallel is {group.size}, but this model's attention has {found[0]}, which several GPUs "
+            f"training.context_parallel is {group.size}, but this model's attention has {found}, which several GPUs "
             "cannot share. Set it to 1."
         )
     dtype = attention.kernel_dtype(value)

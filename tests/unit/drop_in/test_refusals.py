@@ -28,6 +28,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pushes while training": (dict(push_to_hub=True), "trainer.push_to_hub()"),
     "packs without length": (dict(packing=True, max_length=None), "needs `max_length`"),
     "no turns": (dict(assistant_only_loss=True), "not conversational"),
+    "an unknown kind": (
+        dict(gradient_checkpointing="full"),
+        "`gradient_checkpointing='full'`: expected one of 'offload'",
+    ),
+    "an unknown argument": (dict(gradient_checkpointing_kwargs={"offloads": True}), "has 'offloads', and takes"),
+    "two kinds": (
+        dict(gradient_checkpointing="selective", activation_offloading=True),
+        "`gradient_checkpointing='selective'` and `activation_offloading=True` are different",
+    ),
+    "two kinds in one": (
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True, "selective": True}),
+        "`offload` in `gradient_checkpointing_kwargs` and `selective` in `gradient_checkpointing_kwargs` are different",
+    ),
+    "offloading, reentrant": (
+        dict(
+            gradient_checkpointing=True,
+            activation_offloading=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        ),
+        "`activation_offloading=True` needs `use_reentrant=False`",
+    ),
     "kernels for a GPU": (dict(use_liger_kernel=True), "`use_liger_kernel=True`: there is no GPU. Remove it"),
     "a choice of kernels": (dict(liger_kernel_config={"rope": False}), "`liger_kernel_config={'rope': False}`"),
     "an end that is no token": (dict(eos_token="<nothing>"), "not found in the vocabulary"),

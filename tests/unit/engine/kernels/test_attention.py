@@ -141,7 +141,16 @@ def test_padded_rows_are_computed_as_before(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        DogeConfig,
+        DogeForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     sizes: Any = dict(
@@ -153,10 +162,26 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
     dropout = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).bfloat16()
     wide = LlamaForCausalLM(LlamaConfig(**sizes))
     chosen = LlamaForCausalLM(LlamaConfig(**sizes | {"attn_implementation": "eager"})).bfloat16()
-    for model in (softcap, dropout, wide, chosen):
+    small: Any = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "attn_implementation": "sdpa"}
+    named = GPT2LMHeadModel(GPT2Config(**small)).bfloat16()  # its dropout has another name
+    masks = DogeForCausalLM(DogeConfig(**sizes)).bfloat16()
+    ahead = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
+    ahead.model.layers[0].self_attn.is_causal = False
+    for model in (softcap, dropout, wide, chosen, named, masks, ahead):
         before = model.config._attn_implementation
         assert not attention.use_for_packs(model, model.dtype)
         assert model.config._attn_implementation == before
+    assert attention.use_for_packs(GPT2LMHeadModel(GPT2Config(**small, attn_pdrop=0.0)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("given", [{"dropout": 0.1}, {"indices": torch.ones(1)}, {"mask": torch.ones(1, 1, 8, 8)}])
+def test_a_call_that_needs_more_than_the_kernel_is_refused(given: dict) -> None:
+    """In a model of an unknown kind."""
+    heads = torch.ones(1, 2, 8, 8)
+    arguments = attention.batch_arguments(torch.tensor([8], dtype=torch.int32), torch.device("cpu"))
+    mask = given.pop("mask", arguments.pop("attention_mask"))
+    with pytest.raises(UserError, match="which the kernel for packs does not compute. Set model.attn_implementation"):
+        attention.packed_attention(torch.nn.Identity(), heads, heads, heads, mask, **arguments, **given)
 
 
 @pytest.mark.parametrize(

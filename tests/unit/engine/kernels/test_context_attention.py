@@ -253,6 +253,8 @@ def test_a_model_whose_attention_cannot_be_shared_is_refused() -> None:
         ("DeepseekV3", {}, "value heads of deepseek_v3 are of another width"),
         ("Qwen3Moe", {"attention_dropout": 0.1}, "has attention_dropout 0.1"),
         ("Llama4Text", {}, "attends within chunks of a row"),
+        ("Doge", {"num_experts": 0}, "attends to the tokens that it chooses"),
+        ("GPT2", {"n_inner": 16, "n_head": 2}, "has attn_pdrop 0.1"),
     ):
         why = context_attention.why_not_shared(tiny.make_moe(family, **changes), torch.float32)
         assert why is not None and expected in why
