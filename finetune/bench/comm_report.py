@@ -124,17 +124,17 @@ def job_buckets(arguments: list[str]) -> list[int]:
 
 def show(found: JsonObject) -> None:
     """Print one run as a table: a row per size with latency and bus bandwidth of each collective."""
-    title = (
-        f"{counted(found['world_size'], 'rank')}, {found['backend']}, {found['variant']}: median time, bus bandwidth"
-    )
-    table = Table(title=title, title_justify="left")
+    ranks = counted(found["world_size"], "rank")
+    title = f"{ranks}, {found['backend']}, {found['variant']}: median time, bus bandwidth in GB/s"
+    # Six columns of figures in 80 characters.
+    table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("bytes", justify="right")
     for name in found["collectives"]:
         table.add_column(name.replace("_", "-"), justify="right")
     unit = 4 * found["world_size"]  # sizes are rounded up to the same number of elements on every rank
     sent = {-(-size // unit) * unit for size in found["gradient_buckets"]}
     for rows in zip(*found["collectives"].values(), strict=True):
-        cells = [f"{duration(row['seconds']['median'])}  {row['busbw_gb_s']:7.2f} GB/s" for row in rows]
+        cells = [f"{duration(row['seconds']['median'])}\n{row['busbw_gb_s']:.2f}" for row in rows]
         mark = " *" if rows[0]["bytes"] in sent else ""
         table.add_row(f"{rows[0]['bytes']:,}{mark}", *cells)
     console().print(table)
