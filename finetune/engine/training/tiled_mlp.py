@@ -46,8 +46,9 @@ def set_tiled(model: Model, on: bool) -> None:
     """
     found = list(mlps(model))
     if on and not found:
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
         raise UserError(
-            f"model.tiled_mlp is set, and {type(model).__name__} has no MLP that can be computed in slices (named "
+            f"model.tiled_mlp is set, and {type(base).__name__} has no MLP that can be computed in slices (named "
             f"{', '.join(NAMES)}). Set it to false."
         )
     for module in found:

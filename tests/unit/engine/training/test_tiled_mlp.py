@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -145,6 +146,9 @@ def test_routed_experts_are_left_whole() -> None:
     assert names(make_moe("DeepseekV3")) == ["model.layers.0.mlp", "model.layers.1.mlp.shared_experts"]
     with pytest.raises(UserError, match="MixtralForCausalLM has no MLP that can be computed in slices"):
         tiled_mlp.set_tiled(make_moe("Mixtral"), True)
+    adapted = peft.get_peft_model(make_moe("Mixtral"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="and MixtralForCausalLM has no MLP"):
+        tiled_mlp.set_tiled(adapted, True)
 
 
 @pytest.mark.usefixtures("one_rank_group")
