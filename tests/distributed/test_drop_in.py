@@ -55,7 +55,8 @@ def test_ranks_with_other_rows_are_refused(tiny_model: Path, tiny_data: Path, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("how", ["python", pytest.param("torchrun", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", ["python", "torchrun"])
 def test_a_refusal_is_a_sentence_and_the_line_of_the_script(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str
 ) -> None:

@@ -216,7 +216,7 @@ Path("marker").touch()
 """
 
 
-@pytest.mark.parametrize(("fault", "code"), [("none", 0), ("rank", 1)])
+@pytest.mark.parametrize(("fault", "code"), [pytest.param("none", 0, marks=pytest.mark.campaign), ("rank", 1)])
 def test_a_script_is_compared_with_itself(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, fault: str, code: int
 ) -> None:

@@ -76,6 +76,7 @@ def test_the_plain_address_opens_the_review(address: str, seen: Seen) -> None:
     assert seen.errors == [] and seen.hosts == {urllib.parse.urlsplit(address).netloc}
 
 
+@pytest.mark.campaign
 def test_curves_end_at_the_values_that_were_written(address: str, folder: Path, seen: Seen) -> None:
     """Without smoothing, with outliers, in both kinds of charts; the setting stays from tab to tab."""
     page = seen.page

@@ -18,6 +18,7 @@ from tests.helpers.doctor import config_file, examine, gpus
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None:
     """2 rows x 2 accumulated are 16 on four ranks alone: this machine can start one."""
     numbers = {"global_batch_size": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

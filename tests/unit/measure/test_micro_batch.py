@@ -191,6 +191,7 @@ def test_a_run_takes_the_fastest_size_and_trains_the_same(runs: Runs, tmp_path: 
     assert again["losses"] == given["losses"]
 
 
+@pytest.mark.campaign
 def test_memory_that_runs_out_in_the_search_does_not_end_the_run(runs: Runs, tmp_path: Path) -> None:
     asked = on_a_device(runs, {1: 100, 2: 1000}, full=4)
     assert runs(tmp_path / "out", *STEPS)["batch"]["per_device"] == 2
@@ -213,6 +214,7 @@ def test_a_search_that_is_not_won_back_is_not_made(runs: Runs, tmp_path: Path) -
     assert runs(tmp_path / "flat", *STEPS)["batch"]["per_device"] == 1 and flat == [1, 2]
 
 
+@pytest.mark.campaign
 def test_a_resumed_run_keeps_its_size(runs: Runs, tmp_path: Path) -> None:
     asked = on_a_device(runs, {1: 100, 2: 1000, 4: 700})
     whole = runs(tmp_path / "run", *STEPS)

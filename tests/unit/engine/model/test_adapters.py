@@ -138,7 +138,9 @@ def test_an_expert_without_its_adapter_is_found(
 
 @pytest.mark.process  # Unsloth changes the libraries of its process
 @pytest.mark.unsloth
-@pytest.mark.parametrize(("kind", "layout", "size"), [("LoRA", "packed", 2), ("full", "padded", 3)])
+@pytest.mark.parametrize(
+    ("kind", "layout", "size"), [("LoRA", "packed", 2), pytest.param("full", "padded", 3, marks=pytest.mark.campaign)]
+)
 def test_unsloth_has_the_gradient_of_the_documents(
     kind: str, layout: str, size: int, models: dict[str, Path], tmp_path: Path
 ) -> None:

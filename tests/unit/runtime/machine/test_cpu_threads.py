@@ -84,7 +84,7 @@ def test_the_policy_is_set_before_a_command_runs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["python", "accelerate"])
+@pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.campaign), "accelerate"])
 def test_launchers_and_the_dry_run_use_the_same_number(tiny_model: Path, tmp_path: Path, how: str) -> None:
     tiny.make_rows(tmp_path / "rows.jsonl", 20)
     report = tmp_path / "threads"
