@@ -209,6 +209,8 @@ def measure(
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
     outcome.measured.update(collectives=collectives, config=resolved.to_dict(), script=scripts.trains_by())
+    if longest and outcome.go and outcome.measured.get("longest_rows") is None:
+        print_line("The longest row is not known: a CPU run has no separate memory limit.")
     print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 

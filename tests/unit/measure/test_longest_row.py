@@ -253,7 +253,7 @@ def on_a_device(runs: Runs, limit: float) -> Device:
 # --- in a dry run ---------------------------------------------------------------------------------------------------
 
 
-def dry_run(runs: Runs, *arguments: str, code: int = 0) -> dict[str, Any]:
+def dry_run(runs: Runs, *arguments: str, code: int = 0, switches: tuple[str, ...] = ()) -> dict[str, Any]:
     """The report of a dry run of rows of up to 40 tokens, one at a time."""
     from finetune import dryrun
 
@@ -269,8 +269,14 @@ def dry_run(runs: Runs, *arguments: str, code: int = 0) -> dict[str, Any]:
         "--json": str(report),
     }
     given |= zip(arguments[::2], arguments[1::2], strict=True)
-    assert dryrun.main([word for pair in given.items() for word in pair]) == code
+    assert dryrun.main([*switches, *(word for pair in given.items() for word in pair)]) == code
     return json.loads(report.read_text())
+
+
+def test_no_longest_row_is_known_of_a_cpu(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry_run(runs, switches=("--longest",))
+    assert found["go"] and found["longest_rows"] is None
+    assert "The longest row is not known: a CPU run has no separate memory limit." in capsys.readouterr().out
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_settings_that_hold_it(
