@@ -87,18 +87,6 @@ SHAPES = {
         tie_word_embeddings=False,
         rope_theta=500000.0,
     ),
-    "llama-8b-long": dict(  # for rows that are longer than Llama 3.1's 131,072 tokens
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-        rope_theta=500000.0,
-        max_position_embeddings=1048576,
-    ),
     "llama-3b": dict(
         hidden_size=3072,
         intermediate_size=8192,
@@ -166,6 +154,8 @@ SHAPES = {
         rope_theta=500000.0,
     ),
 }
+# For rows that are longer than Llama 3.1's 131,072 tokens.
+SHAPES["llama-8b-long"] = SHAPES["llama-8b"] | {"max_position_embeddings": 1048576}
 IN_PARTS = ("qwen3-moe-30b",)  # written piece by piece: no GPU holds them and what saving takes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
