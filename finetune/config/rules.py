@@ -813,7 +813,7 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
     if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
         yield (
             (key, "training.gradient_checkpointing"),
-            'the transformers backend has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+            'the transformers backend has no "unsloth" checkpointing. Set gradient_checkpointing to true or offload.',
         )
     if training.strategy in ("auto", "single"):
         yield (
@@ -823,7 +823,7 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
     if model.attn_implementation is not None:
         yield (
             (key, "model.attn_implementation"),
-            "the GPUs that share a row compute its attention together, in this program's way. Remove the latter.",
+            "context parallelism replaces the model's attention implementation. Remove attn_implementation.",
         )
     if training.extra.get("torch_compile"):
         yield (key, "training.torch_compile"), "the exchange between GPUs is not compiled. Remove one of them."

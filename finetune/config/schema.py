@@ -245,7 +245,7 @@ class TrainingConfig:
     )
     gradient_checkpointing: Literal["unsloth", "offload", "selective", "auto"] | bool = _setting(
         "unsloth",
-        "Recompute activations: true, selective (all but attention), offload or unsloth (inputs in CPU memory), false."
+        "Recompute activations: false, selective (not attention), true, offload or unsloth (CPU memory); auto measures."
         " auto: the fastest that holds this job, measured.",
     )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)

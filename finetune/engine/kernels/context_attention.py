@@ -136,9 +136,9 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     device = next(model.parameters()).device
     if device.type == "cuda":
         if dtype not in (torch.bfloat16, torch.float16):
-            return "the kernel for documents of a row computes in 16 bits, and model.dtype is float32"
+            return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
         if torch.cuda.get_device_capability(device)[0] < 8:
-            return "the kernel for documents of a row needs a GPU of compute capability 8.0 or newer"
+            return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
     return None
 
 

@@ -97,12 +97,12 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
     if context.processes < context.size:  # what a stand-in computes says nothing
         return
     if any(distributed.gather_objects(_depends_on_parts(model, resolve_dtype(config, stack), context))):
-        why = f"{model.config.model_type} computes another thing from a part of a row, which was tried"
+        why = f"{model.config.model_type} gives other logits for a part of a row than for all of it, which was tried"
         raise UserError(_not_shared(why, context))
 
 
 def _not_shared(why: str, context: ContextGroup) -> str:
-    return f"training.context_parallel is {context.size}, which this run cannot have: {why}. Set it to 1."
+    return f"training.context_parallel is {context.size}, which does not work here: {why}. Set it to 1."
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, *SHARED, "--model.backend", "unsloth"], "with the transformers backend"),
         ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to true"),
         ([*MODEL, *SHARED, "--training.strategy", "auto"], "strategy auto places whole rows"),
-        ([*MODEL, *SHARED, "--model.attn_implementation", "eager"], "compute its attention together"),
+        ([*MODEL, *SHARED, "--model.attn_implementation", "eager"], "replaces the model's attention implementation"),
         ([*MODEL, *SHARED, "--training.torch_compile", "true"], "the exchange between GPUs is not compiled"),
         ([*MODEL, *SHARED, "--training.neftune_noise_alpha", "5"], "the noise depends on the length"),
         (["--training.global_batch_size", "6", "--training.per_device_train_batch_size", "4"], "not a multiple"),
