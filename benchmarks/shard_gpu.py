@@ -27,7 +27,8 @@ peer STACK    full fine-tuning of 8 B on two GPUs, two documents of 4,096 tokens
               with the FSDP2 profile that it ships
 peer STACK N  LoRA of 8 B on documents of N tokens, which the two GPUs share: ours, and TRL with accelerate's context
               parallelism
-peer STACK moe  full fine-tuning of 16 layers of Qwen3-30B-A3B and documents of real lengths
+peer STACK moe  full fine-tuning of 16 layers of Qwen3-30B-A3B and documents of real lengths; TRL without float32 copies of
+              the weights, which the profile makes and two GPUs of 80 GB do not hold
 20b, 20b 8bit full fine-tuning of 20 B on two GPUs, Adam's states in bfloat16, in 8 bits; only the weights are saved
 70b           QLoRA of 70 B on two GPUs under a cap of 40 GiB a GPU
 """
@@ -423,6 +424,7 @@ def peer(
     batch, length = (8, longest) if kind == "real" else (1 if context > 1 else 2, longest)
     if stack == "ours" and kind == "real":
         batch, length = 1, batch * longest
+    mixed = "moe" not in shape  # float32 weights beside the bfloat16 ones
     strategy = SHARD if context == 1 else ("--training.context_parallel", str(context), "--model.tiled_mlp", "true")
     words = [*strategy, "--model.backend", "transformers", "--data.pack_length", str(length)]
     steps, skipped = (3, 1) if context > 1 else (4, 2) if given.cpu else (16, 6)
@@ -432,7 +434,7 @@ def peer(
         "learning_rate": 2e-5, "settings": [{"batch": batch, "length": length, "accumulation": 1,
                                              "checkpointing": True}],
         "steps": steps, "skipped": skipped, "trial_steps": 0, "started": time.time(),
-        "options": {"words": words} | ({"pad_to_multiple_of": 2 * context} if context > 1 else {}),
+        "options": {"words": words, "mixed": mixed} | ({"pad_to_multiple_of": 2 * context} if context > 1 else {}),
     }  # fmt: skip
     asked, answer = (given.work / f"peer-{stack}-{kind}-{what}.json" for what in ("asked", "answer"))
     asked.write_text(json.dumps(request))
@@ -444,6 +446,8 @@ def peer(
         if context > 1:
             degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": context}
             content["parallelism_config"] = {f"parallelism_config_{name}_size": n for name, n in degrees.items()}
+        if not mixed:
+            content["mixed_precision"] = "no"
         profile.write_text(yaml.safe_dump(content | {"num_processes": 2, "use_cpu": given.cpu}))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile)]
         command += ["--main_process_port", "0"]

@@ -220,7 +220,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
             report_to="none",
             save_strategy="no",
             seed=1,
-            bf16=True,
+            bf16=options.get("mixed", True),
             use_cpu=not cuda,
             gradient_checkpointing=bool(setting["checkpointing"]),
             use_liger_kernel=bool(options.get("liger")),
