@@ -77,11 +77,21 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
+    if not config.model.full_finetuning and not _has_unsloths_attention(model):
+        # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
+        # each step, which syncs three times. In full fine-tuning the call is part of a compiled block: `flash_blocks`.
+        attention.use_for_packs(model, resolve_dtype(config, stack))
     if config.model.packed_attention != "torch" and flash.is_switch_installed():
         from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
 
         flash_blocks.install_switch()
     return None
+
+
+def _has_unsloths_attention(model: Model) -> bool:
+    """Whether Unsloth has replaced the attention of this architecture, as that of Llama, Qwen and Gemma."""
+    layers = [type(module) for module in model.modules() if hasattr(module, "is_causal")]
+    return any(layer.forward.__module__.startswith("unsloth.") for layer in layers)
 
 
 def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context: ContextGroup) -> None:

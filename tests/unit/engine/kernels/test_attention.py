@@ -443,6 +443,7 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
     for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), packing):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", wanted]
+    words += ["--model.full_finetuning", "true"]
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth")
     with monkeypatch.context() as patched:  # as where flash-attn is not installed: it is not imported either
         patched.setattr(flash, "is_switch_installed", lambda: False)
@@ -452,6 +453,38 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
         assert blocks._flash_varlen is theirs and flash_blocks.__name__ not in sys.modules
     prepare_for_packs(None, load(words, command="train"), stack)
     assert (blocks._flash_varlen is not theirs) == offered
+
+
+@pytest.mark.parametrize(("whose", "words", "packed"), [
+    ("transformers", [], True),
+    ("unsloth", [], False),
+    ("transformers", ["--model.full_finetuning", "true"], False),
+])  # fmt: skip
+def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
+    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch, whose: str, words: list[str], packed: bool
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from finetune.engine.model.packing import prepare_for_packs
+
+    def forward(*given: Any, **named: Any) -> None: ...
+
+    forward.__module__ = "unsloth.models.llama"
+    if whose == "unsloth":
+        monkeypatch.setattr(LlamaAttention, "forward", forward)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    blocks.enable_hf_packed_attention = lambda: True  # type: ignore[attr-defined]
+    theirs = types.ModuleType("unsloth.utils.packing")
+    theirs.mark_allow_overlength = lambda model: None  # type: ignore[attr-defined]
+    for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), theirs):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16", *words]
+    stack: Any = types.SimpleNamespace(device="cuda", backend="unsloth")
+    prepare_for_packs(model, load(words, command="train"), stack)
+    assert (model.config._attn_implementation == attention.PACKED) is packed
 
 
 def test_functions_that_it_does_not_know_are_left_alone(
