@@ -3,7 +3,8 @@
     python -m benchmarks.scaling --work DIR --out scaling.json [--train train.jsonl] [--cells "1.2b lora weak,..."]
                                  [--world-sizes 1,2,4,8] [--budget SECONDS] [--cpu]
 
-weak    one pack of 16,384 tokens per GPU and step; every number of GPUs trains on the same packs, in fewer steps
+weak    one pack of 16,384 tokens (or --micro-batch) per GPU and step; every number of GPUs trains on the same packs,
+        in fewer steps
 strong  131,072 tokens per step, whatever the number of GPUs: the loss curves must coincide
 
 Packs differ in attention, and so do steps. So tokens/s are all tokens over all seconds, but for the first record of a
@@ -49,7 +50,7 @@ CELLS = [
 ]
 PACK, GLOBAL_TOKENS = 16384, 131072
 SMALL_PACK, SMALL_TOKENS = 256, 1024  # with --cpu
-RECORD = 10  # steps
+RECORD = 5  # steps
 STOPPED = 0.5  # a record slower than this share of the median one was held up by something else
 LOSS_TOLERANCE = 1e-3  # relative, per step: what bfloat16 sums in another order differ by
 LIMIT = 540  # seconds of one run
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="of a strong run that is timed")
     parser.add_argument("--packs", type=int, default=192, help="of a weak run; a multiple of every number of GPUs")
+    parser.add_argument("--micro-batch", type=int, default=1, help="packs of a micro-batch")
+    parser.add_argument("--words", default="", help="further arguments of every run")
     parser.add_argument("--curve-steps", type=int, default=200, help="of the first round of a strong cell")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run is started")
     parser.add_argument("--without-advice", action="store_true", help="predict nothing beforehand")
@@ -125,7 +128,13 @@ def measure(name: str, given: argparse.Namespace, record: dict[str, Any], deadli
             done = any(one["round"] == number and one["world_size"] == world for one in cell["runs"])
             if done or time.monotonic() > deadline:
                 continue
-            steps = given.packs // world if mode == "weak" else given.curve_steps if number == 0 else given.steps
+            steps = (
+                given.packs // (world * given.micro_batch)
+                if mode == "weak"
+                else given.curve_steps
+                if number == 0
+                else given.steps
+            )
             found = train(world, words_of(name, world, given, model, file, steps), variables, given)
             if "error" in found:
                 say(f"{name} on {world}: {found['error']}: {' | '.join(found['output'][-3:])}")
@@ -145,13 +154,13 @@ def words_of(name: str, world: int, given: argparse.Namespace, model: Path, file
     """Arguments of the shipped command."""
     _, method, mode, *_ = name.split()
     pack, tokens = (SMALL_PACK, SMALL_TOKENS) if given.cpu else (PACK, GLOBAL_TOKENS)
-    packs = world if mode == "weak" else tokens // pack
+    packs = world * given.micro_batch if mode == "weak" else tokens // pack
     words = [
         *("--model.model_name_or_path", model, "--data.train_file", file, "--data.packing", "true"),
-        *("--data.max_length", pack, "--training.per_device_train_batch_size", 1),
+        *("--data.max_length", pack, "--training.per_device_train_batch_size", given.micro_batch),
         *("--training.global_batch_size", packs, "--training.max_steps", steps, "--training.save_steps", 0),
         *("--training.output_dir", given.work / "run", "--training.overwrite_output_dir", "true"),
-        *("--logging.logging_steps", RECORD, "--logging.generate_samples", 0, *METHODS[method]),
+        *("--logging.logging_steps", RECORD, "--logging.generate_samples", 0, *METHODS[method], *given.words.split()),
     ]
     return [str(word) for word in words]
 
@@ -176,8 +185,10 @@ def train(world: int, words: list[str], variables: dict[str, str], given: argpar
         output = (given.work / "output.txt").read_text(errors="replace").strip().splitlines()[-15:]
         return {"error": "too slow" if code is None else f"exit code {code}", "output": output}
     found = json.loads((given.work / "run" / "run.json").read_text())
-    speed = rate((given.work / "run" / "runs" / "ranks.jsonl").read_text().splitlines())
-    return {key: found.get(key) for key in KEPT} | speed | {"seconds": time.time() - began}
+    lines = (given.work / "run" / "runs" / "ranks.jsonl").read_text().splitlines()
+    seconds = [one for line in map(json.loads, lines) if line["kind"] == "record" for one in line["step_seconds"]]
+    kept = {key: found.get(key) for key in KEPT} | {"step_seconds": seconds}
+    return kept | rate(lines) | {"seconds": time.time() - began}
 
 
 def launched(command: list[str], variables: dict[str, str], given: argparse.Namespace) -> int | None:

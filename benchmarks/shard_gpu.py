@@ -27,8 +27,8 @@ peer STACK    full fine-tuning of 8 B on two GPUs, two documents of 4,096 tokens
               with the FSDP2 profile that it ships
 peer STACK N  LoRA of 8 B on documents of N tokens, which the two GPUs share: ours, and TRL with accelerate's context
               parallelism
-peer STACK moe  full fine-tuning of 16 layers of Qwen3-30B-A3B and documents of real lengths; TRL without float32 copies of
-              the weights, which the profile makes and two GPUs of 80 GB do not hold
+peer STACK moe  full fine-tuning of 16 layers of Qwen3-30B-A3B and documents of real lengths; TRL without float32 copies
+              of the weights, which the profile makes and two GPUs of 80 GB do not hold
 20b, 20b 8bit full fine-tuning of 20 B on two GPUs, Adam's states in bfloat16, in 8 bits; only the weights are saved
 70b           QLoRA of 70 B on two GPUs under a cap of 40 GiB a GPU
 """
@@ -412,7 +412,7 @@ def peer(
 ) -> dict[str, Any]:
     """Tokens/s of a stack on two GPUs, by the clock of `benchmarks.peers`: of a model that is sharded and trained in
     full on rows of 4,096 tokens, or of real lengths up to 2,048, in packs of 16,384 or, as peers take them by default,
-    padded; with a `context` of 2, of a LoRA on rows that the GPUs share. On a CPU Unsloth does not shard."""
+    32 padded rows; with a `context` of 2, of a LoRA on rows that the GPUs share. On a CPU Unsloth does not shard."""
     from transformers import AutoTokenizer
 
     if given.cpu and stack == "trl":
@@ -421,9 +421,9 @@ def peer(
     model, longest = model_of(given, shape), 256 if given.cpu else cells.LONGEST[kind]
     data = given.work / f"rows-{kind}.jsonl"
     rows.build(data, kind, longest, AutoTokenizer.from_pretrained(model), given.train)
-    batch, length = (8, longest) if kind == "real" else (1 if context > 1 else 2, longest)
-    if stack == "ours" and kind == "real":
-        batch, length = 1, batch * longest
+    batch, length = (32, longest) if kind == "real" else (1 if context > 1 else 2, longest)
+    if stack == "ours" and kind == "real":  # padded rows of 16,384 tokens in all are four times as many
+        batch, length = 1, 8 * longest
     mixed = "moe" not in shape  # float32 weights beside the bfloat16 ones
     strategy = SHARD if context == 1 else ("--training.context_parallel", str(context), "--model.tiled_mlp", "true")
     words = [*strategy, "--model.backend", "transformers", "--data.pack_length", str(length)]

@@ -202,7 +202,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 # --- transformers' own layers -----------------------------------------------------------------------------------------
 
 
-def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
+def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) -> bool:
     """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
     mask of [tokens, tokens] and computes all of it. True if the model now does.
 
@@ -211,6 +211,8 @@ def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     Args:
         dtype: that the run computes attention in. With quantized weights the model's own parameters are float32, and
             attention is computed in 16 bits all the same, under autocast.
+        compiles: whether torch.compile may look into the attention. Not where Unsloth compiles decoder layers: it
+            leaves a layer as it is if it cannot compile all of it.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -224,7 +226,8 @@ def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     )
     if kept:
         return False
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    own = packed_attention if compiles else torch.compiler.disable(packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, own)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(PACKED)
     return True

@@ -80,7 +80,7 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
     if not config.model.full_finetuning and not _has_unsloths_attention(model):
         # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
         # each step, which syncs three times. In full fine-tuning the call is part of a compiled block: `flash_blocks`.
-        attention.use_for_packs(model, resolve_dtype(config, stack))
+        attention.use_for_packs(model, resolve_dtype(config, stack), compiles=False)
     if config.model.packed_attention != "torch" and flash.is_switch_installed():
         from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
 
