@@ -29,17 +29,18 @@ from tests.cases import models
 from tests.helpers.runs import in_this_process
 
 
+MARKS = ("process", "unsloth", "campaign")
+KEYS = {"model", "commands", *MARKS}
+KEYS_OF_A_COMMAND = {"run", "exit", "prints", "not_printed"}
+
+
 def _cases() -> list[Any]:
     cases = []
     for file in sorted(Path(__file__).parent.glob("*/case.yaml")):
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
-        marks = [getattr(pytest.mark, name) for name in ("process", "unsloth", "campaign") if given.get(name)]
+        marks = [getattr(pytest.mark, name) for name in MARKS if given.get(name)]
         cases.append(pytest.param(file.parent, id=file.parent.name, marks=marks))
     return cases
-
-
-KEYS = {"model", "process", "unsloth", "commands"}
-KEYS_OF_A_COMMAND = {"run", "exit", "prints", "not_printed"}
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ RowError("mask_ambiguous").
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from bisect import bisect_right
@@ -210,11 +211,18 @@ class SpanFinder:
             content.strip() in text[start:end] for content, (start, end) in zip(contents, marks, strict=True)
         ):
             return {turn: [mark] for turn, mark in zip(assistants, marks, strict=True)}
-        # A turn may have no mark, or several: count those of the conversation up to each turn.
-        counts = [len(self._render_marked(row.messages[: i + 1], row.tools)[1]) for i in assistants]
+        # A turn may have no mark, or several: those that the conversation up to it has in the same places. Where it ends
+        # the conversation, it may have one more, such as for the end token.
+        counts = [0]
+        for i in assistants:
+            own = self._render_marked(row.messages[: i + 1], row.tools)[1]
+            alike = itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], zip(own, marks, strict=False))
+            counts.append(len(list(alike)))
+            if counts[-1] == counts[-2] < len(own):
+                raise _ambiguous(i, "its {% generation %} marks depend on what follows")
         if sorted(counts) != counts or counts[-1] != len(marks):
             raise _ambiguous(assistants[-1], "the number of {% generation %} marks before it depends on what follows")
-        return {i: marks[start:stop] for i, start, stop in zip(assistants, [0, *counts], counts, strict=False)}
+        return {i: marks[start:stop] for i, start, stop in zip(assistants, counts, counts[1:], strict=False)}
 
     def _without_reasoning(self, message: Message, text: str, span: Span) -> Span:
         if self._reasoning is None or message["role"] != "assistant":

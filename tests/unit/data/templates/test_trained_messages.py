@@ -231,6 +231,21 @@ def test_marks_of_a_template_that_has_none_or_several_in_a_turn() -> None:
     assert supervised(masked, tokenizer) == "hmHello, you!<|im_end|>"
 
 
+def test_a_mark_for_the_end_token_belongs_to_the_last_turn() -> None:
+    """A template that marks the end token after the last answer, as TRL's for Phi-3. The first answer has one mark: the
+    conversation up to it has two."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if messages[-1].role == 'assistant' %}{% generation %}{{ '<|endoftext|>' }}{% endgeneration %}{% endif %}"
+    )
+    messages = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "more"}]
+    encoder, tokenizer = Encoder(tokenizer_for("chatml"), template), tokenizer_for("chatml")
+    found = [supervised(encode(encoder, messages, supervised_from=first), tokenizer) for first in (0, 3)]
+    assert found == ["Hello, you!<|im_end|>more<|im_end|><|endoftext|>", "more<|im_end|><|endoftext|>"]
+
+
 def test_a_mark_overrides_where_the_completion_starts() -> None:
     messages = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "more"}]
     encoded = encode(encoder_for("chatml"), messages, supervised_from=3, supervised=(None, True, None, None))
