@@ -122,7 +122,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "experts": record.get("experts"),
         "versions": record["versions"],
         "hardware": record["hardware"],
-        "startup": record.get("startup"),
+        "start_up": record.get("start_up"),
     }
 
 
