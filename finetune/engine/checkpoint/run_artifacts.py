@@ -15,7 +15,6 @@ from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_THE_OPTIMIZER = (".pt", ".pth", ".bin")  # files of a checkpoint that only a resumed run reads
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -158,13 +157,11 @@ def _weights(folder: Path) -> list[Path] | None:
         return [file] if file.is_file() else None
     if not (folder / "config.json").is_file():
         return None
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
     try:
-        names = sorted(set(files.read_json(folder / _INDEX)["weight_map"].values()))
-        return [folder / Path(name).name for name in names]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        names = files.safetensors_names(folder)
+    except (OSError, ValueError):
         return None
+    return None if names is None else [folder / name for name in names]
 
 
 def _status(record: JsonObject) -> str:
