@@ -86,7 +86,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
-	$(NEWEST)/bin/python -m finetune.doctor.record "make test-newest"
+	$(NEWEST)/bin/python docs/site/generate.py "make test-newest"
 
 # The lower bounds of pyproject.toml.
 test-oldest:
@@ -116,10 +116,7 @@ check: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(INSTALLED)
-	$(BIN)/python -m finetune.config.reference > docs/configuration.md
-	$(BIN)/python -m finetune.convert.knowledge > docs/notebook-rules.md
-	$(BIN)/python -m finetune.review.explain > docs/review-rules.md
-	$(BIN)/python -m finetune.doctor.record
+	$(BIN)/python docs/site/generate.py
 
 # The pages link to each other by their places in the repository, so the site has the same places.
 PAGES := build/site/pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.runtime.machine import nccl
+from finetune.runtime.machine.nccl import Setting
 
 MACHINE = "2 x RTX 4070 Ti SUPER, PHB, no peer access (TensorFlow 2.19, NCCL 2.18.5)"
 
@@ -64,6 +64,35 @@ OVERHEADS: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 
+# NCCL's variables in the study, and whether `nccl.recommend_settings` sets them as well.
+SETTINGS = (
+    Setting(name="NCCL_P2P_DISABLE", value="1", reason="used if no pair has peer access, as there"),
+    Setting(
+        name="NCCL_ALGO",
+        value="Tree",
+        reason="not used: with two ranks a tree equals a ring, and NCCL implements Tree for all-reduce only, so other "
+        "collectives are left without an algorithm. Since 2.24 `allreduce:tree` restricts it to all-reduce",
+    ),
+    Setting(
+        name="NCCL_PROTO",
+        value="Simple",
+        reason="not used: it rules out LL, the protocol with the lowest latency, which small gradients need most. "
+        "NCCL's documentation advises against setting it, except to exclude a protocol suspected of a bug",
+    ),
+    Setting(
+        name="NCCL_BUFFSIZE",
+        value="33554432",
+        reason="not used without a measurement: eight times the default of 4 MiB of GPU memory per channel and pair; "
+        "`finetune bench comm --settings` measures its effect",
+    ),
+    Setting(
+        name="NCCL_NTHREADS",
+        value="16",
+        reason="invalid: allowed values are 64, 128, 256 and 512 (default 512), so 16 cannot have had an effect",
+    ),
+    Setting(name="NCCL_DEBUG", value="INFO", reason="not used: for debugging; it prints hundreds of lines per rank"),
+)
+
 
 def contradictions() -> tuple[str, ...]:
     """Contradictions among the figures, computed from them, and an assessment of the study's NCCL settings."""
@@ -92,5 +121,5 @@ def contradictions() -> tuple[str, ...]:
         f"258K: one GPU takes {min(small.values()):.1f}-{max(small.values()):.1f} ms per step at any batch from 16 to "
         "128: kernel launches on the host seem to be the limit, not the GPU"
     )
-    found += [f"{setting.name}={setting.value}: {setting.reason}" for setting in nccl.STUDY]
+    found += [f"{setting.name}={setting.value}: {setting.reason}" for setting in SETTINGS]
     return tuple(found)

@@ -49,9 +49,13 @@ def measure(
     """
     machine = machine or survey()
     check_world(world_size, machine, least=2)
-    if sizes is None:
-        sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
-    request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
+    request = {
+        "sizes": list(sizes or default_sizes(machine)),
+        "runs": runs,
+        "steps": steps,
+        "warm_up": warm_up,
+        "collectives": list(collectives),
+    }
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     return _complete(found, world_size, machine, environment)
@@ -65,13 +69,22 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObje
     rank.choose_device()
     process_group.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
     world_size, machine = distributed.ranks().world_size, survey()
-    if sizes is None:
-        sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
-    request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": WARM_UP, "collectives": list(COLLECTIVES)}
+    request = {
+        "sizes": list(sizes or default_sizes(machine)),
+        "runs": runs,
+        "steps": steps,
+        "warm_up": WARM_UP,
+        "collectives": list(COLLECTIVES),
+    }
     found = comm_rank.measure(request | {"progress": False})
     hosts = multinode.hosts()
     process_group.finish()
     return _complete(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
+
+
+def default_sizes(machine: Hardware) -> list[int]:
+    """Bytes of the messages that are timed unless the user names some."""
+    return [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
 
 
 def _complete(

@@ -85,12 +85,9 @@ def measure(
     options: argparse.Namespace, world: int, variant: comm.Variant, sent: list[int], machine: Hardware
 ) -> JsonObject:
     """Measure one world size with one set of variables."""
-    sizes = options.sizes
-    if sizes is None:
-        sizes = [size for size in comm.SIZES if machine.device == "cuda" or size <= comm.MOST_ON_CPU]
     found = comm.measure(
         world,
-        sorted({*sizes, *sent}),
+        sorted({*(options.sizes or comm.default_sizes(machine)), *sent}),
         options.runs,
         options.steps,
         variant.environment,

@@ -13,7 +13,6 @@ def trainable_bytes(config: Config) -> list[int]:
     PEFT and Unsloth keep adapters in float32 on a 16-bit base; in full fine-tuning gradients have the dtype of the
     weights.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.engine.model import adapters, load_errors
@@ -21,16 +20,11 @@ def trainable_bytes(config: Config) -> list[int]:
     name = str(config.model.model_name_or_path)
     with load_errors.explain_load_error(name, "configuration"):
         shape = AutoConfig.from_pretrained(name, revision=config.model.revision)
-    with init_empty_weights():
+    with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(shape)
-    built.tie_weights()
-    if config.model.full_finetuning:
-        width = {"float32": 4, "auto": 2 if torch.cuda.is_available() else 4}.get(config.model.dtype, 2)
-        return [parameter.numel() * width for parameter in built.parameters()]
-    from peft import LoraConfig, get_peft_model
-
-    lora = config.lora
-    targets = lora.target_modules or list(adapters.PROJECTIONS)
-    settings = LoraConfig(r=lora.r, target_modules=targets, modules_to_save=lora.modules_to_save, task_type="CAUSAL_LM")
-    adapted = get_peft_model(built, settings, low_cpu_mem_usage=True)
-    return [parameter.numel() * 4 for parameter in adapted.parameters() if parameter.requires_grad]
+        built.tie_weights()
+        if not config.model.full_finetuning:
+            adapted = adapters.add_adapter(built, config)
+            return [parameter.numel() * 4 for parameter in adapted.parameters() if parameter.requires_grad]
+    width = {"float32": 4, "auto": 2 if torch.cuda.is_available() else 4}.get(config.model.dtype, 2)
+    return [parameter.numel() * width for parameter in built.parameters()]

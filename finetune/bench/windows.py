@@ -48,9 +48,7 @@ class Windows(TrainerCallback):
     def _sampled(self) -> int:
         return self.steps + 1 + PROFILED if self.trainer.args.world_size > 1 else 0
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         measured = self.runs * (self.warm_up + self.steps)
         if state.global_step > measured:
             self._record_communication(state.global_step - measured)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.command import DONE, print_line, run_with_options
-from finetune.runtime.options import Options, count, one_of, path
+from finetune.runtime.options import Options, count, number, one_of, path
 
 if TYPE_CHECKING:
     from finetune.chat.generation import Generator
@@ -46,7 +45,7 @@ def own_options() -> Options:
     found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
     found.add_switch("--template", "send prompts in the chat template, although the run was trained without it")
     found.add("--max-new-tokens", count, "N", f"longest answer (default: {MAX_NEW_TOKENS})", MAX_NEW_TOKENS)
-    found.add("--temperature", _temperature, "T", "sample with this temperature; 0 is greedy")
+    found.add("--temperature", number, "T", "sample with this temperature; 0 is greedy")
     found.add("--seed", count, "N", "seed of sampling (default: 42)", 42)
     found.add("--batch-size", count, "N", f"prompts answered together (default: {BATCH_SIZE})", BATCH_SIZE)
     found.add("--base", str, "NAME", "the base model's folder or name, if it has moved since the run")
@@ -56,16 +55,6 @@ def own_options() -> Options:
     found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run")
     found.add_switch("--serve", "load nothing; print the commands that export the model and serve it")
     return found
-
-
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return number
 
 
 def run(argv: list[str]) -> int:

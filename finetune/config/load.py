@@ -161,7 +161,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
         **{section: _build(section, values) for section in SECTIONS},
         config_file=config_file,
         dry_run="dry_run" in plain,
-        json=_json_path(plain, problems),
+        json=Path(plain["json"]) if plain.get("json") else None,
         script=script,
         given=frozenset(origin),
         notes=tuple(dict.fromkeys(notes)),
@@ -303,20 +303,6 @@ def _value_of(setting: Setting) -> Any:
         return yaml.load(setting.raw, _Loader)
     except _NOT_YAML:
         return setting.raw
-
-
-def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
-    """The file for the results. That it cannot be one is known now, not when the run ends."""
-    if not options.get("json"):
-        return None
-    path = Path(options["json"])
-    if path.is_dir():
-        problems.add(
-            f"{_COMMAND_LINE}: `--json {path}`: expected a file, got a folder. Give the name of a file.", *KEYS
-        )
-    elif path.parent.exists() and not path.parent.is_dir():
-        problems.add(f"{_COMMAND_LINE}: `--json {path}`: {path.parent} is a file. Give another path.", *KEYS)
-    return path
 
 
 def _build(section: str, values: Values) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Set
 from finetune.config.arguments import CONFIG, TRAINER, former_names
 from finetune.convert.analysis.classify import not_trainers, trainings
 from finetune.convert.analysis.environment import MODEL_FLAGS
-from finetune.convert.analysis.names import effects, root
+from finetune.convert.analysis.names import calls, effects, method, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.convert.script import rewrite as code
@@ -80,7 +80,7 @@ def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
     missing = set(re.findall(r"F821 Undefined name `(\w+)`", "\n".join(found)))
     for statement in notebook.statements:
         e = effects(statement.node)
-        missing -= e.binds | e.may_bind
+        missing -= e.all_binds
     users = [one.cell for one in notebook.statements if missing & effects(one.node).all_reads]
     if users:
         names = ", ".join(f"`{name}`" for name in sorted(missing))
@@ -132,14 +132,7 @@ def _parts(source: str, free: Set[str | None]) -> Counter[str]:
     """Names, attributes, arguments by today's names, constants and operators, without these arguments."""
     renamed = former_names(CONFIG) | former_names(TRAINER)
     tree = ast.parse(source)
-    left_out = {
-        inner
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        for item in call.keywords
-        if item.arg in free
-        for inner in ast.walk(item)
-    }
+    left_out = {inner for call in calls(tree) for item in call.keywords if item.arg in free for inner in ast.walk(item)}
     found: Counter[str] = Counter()
     for node in ast.walk(tree):
         if node in left_out:
@@ -197,7 +190,7 @@ def _assigned(statement: Statement, entry: JsonObject) -> set[str]:
         for one in targets
         if isinstance(one.ctx, ast.Store) and not re.match(rf"os\.environ|\w+\.({_NOT_READ})$", ast.unparse(one))
     }
-    return found.binds | found.may_bind | {name for name in stored if name}
+    return found.all_binds | {name for name in stored if name}
 
 
 def _text(node: ast.stmt) -> str:
@@ -230,7 +223,7 @@ def has_its_frame(conversion: Conversion) -> None:
     )
     if texts.count(code.WAIT) < guards + exports:
         raise NotVerified("V3", "a rank does not wait for files that another writes")
-    called = [ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = [ast.unparse(node.func).rpartition(".")[2] for node in calls(tree)]
     if not {name.rpartition(".")[2] for name in named("seeds")} & set(called):
         raise NotVerified("V3", "nothing sets a seed, so ranks may draw other rows")
     arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
@@ -254,7 +247,7 @@ def safe_on_ranks(script: str) -> None:
             raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
         if not isinstance(node, ast.Call):
             continue
-        name, last = ast.unparse(node.func), code.method(node)
+        name, last = ast.unparse(node.func), method(node)
         if last.startswith("push_to_hub"):
             raise NotVerified("V3", f"line {node.lineno}: {last} is called")
         if code.saves(node) and node not in guarded and last not in named("on every rank") and _is_save(node):
@@ -269,7 +262,7 @@ def safe_on_ranks(script: str) -> None:
 
 def _is_save(node: ast.Call) -> bool:
     """Whether this very call saves, not one inside it; merging changes only memory."""
-    last = code.method(node)
+    last = method(node)
     return last != "merge_and_unload" and (
         last in named("saves") | named("exports") or ast.unparse(node.func) == "torch.save"
     )

@@ -1,18 +1,15 @@
 """What the converter knows about libraries: what a call does (`CALLS`). Arguments: finetune/config/arguments.py.
 
 A new method, package or argument is a word in one row. What a row means is decided where its kind is used.
-`make docs` prints both tables as docs/notebook-rules.md.
+docs/notebook-rules.md has both tables (`make docs`).
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-
-from finetune.config import arguments as ours
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
@@ -259,45 +256,3 @@ def known_packages() -> frozenset[str]:
     }
     names = named("computes") | named("shows") | named("configured") | named("installed") | dotted
     return frozenset(name for name in names if name.isidentifier()) - {"config"}
-
-
-PAGE = """\
-# What the converter knows
-
-The rules of [`finetune convert`](notebooks.md) for arguments and calls. `make docs` writes this page from
-`finetune/config/arguments.py` and `finetune/convert/knowledge.py`: change those, not the page.
-"""
-
-
-def page() -> str:
-    """docs/notebook-rules.md: both tables, in Markdown."""
-    lines = [PAGE, "## Arguments", "", "An argument that is not listed is kept if TRL has it.", ""]
-    lines += ["| of | arguments | in the script |", "|---|---|---|"]
-    alike: dict[tuple[str, str], str] = {}
-    for one in ours.ARGUMENTS:
-        if one.of != ours.UNSLOTH and (becomes := _becomes(one)):
-            alike[one.of, becomes] = f"{alike.get((one.of, becomes), '')} {one.names}"
-    lines += [f"| {of} | {_code(names)} | {becomes} |" for (of, becomes), names in alike.items()]
-    lines += ["", "## Calls", "", "| kind | meaning | names |", "|---|---|---|"]
-    for kind, (_, meaning) in KINDS.items():
-        lines.append(f"| {kind} | {meaning} | {_code(' '.join(sorted(name for name, _ in _rows(kind))))} |")
-    return "\n".join(lines) + "\n"
-
-
-def _becomes(one: ours.Argument) -> str:
-    """What becomes of an argument of the trainer, if it does not stay as it is."""
-    if one.changes_loss:
-        return "refused: it changes the loss"
-    if one.now is not None:
-        return f"stays: SFTConfig or SFTTrainer takes it as `{one.now}`" if one.now else "stays: it has no effect"
-    if one.moved:
-        return "stays: SFTTrainer gives it to SFTConfig"
-    return f"left out: {one.left_out}" if one.left_out else ""
-
-
-def _code(words: str) -> str:
-    return " ".join(f"`{name}`" for name in words.split())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -124,8 +124,7 @@ def prepare_splits(
             **{
                 name: getattr(data, name)
                 for name in ("system_prompt", "document_length", "over_length", "assistant_only_loss", "eval_fraction")
-                + ("completion_only_loss", "last_turn_only", "train_on_roles", "train_on_tool_calls")
-                + ("train_on_thinking", "chat_template_kwargs", "keep_empty")
+                + ("last_turn_only", *_LATER)
             },
         }
     )
@@ -231,12 +230,13 @@ class _Readers:
 
     def identity(self, source: Source) -> Any:
         """The template and the markers of a source, JSON-safe."""
-        name = self._name(source)
-        return [self._templates[name], *self._markers[name]]
+        return self._read(self._name(source))
 
     def default_identity(self) -> Any:
         """Those of the configuration."""
-        name = self._config.model.chat_template
+        return self._read(self._config.model.chat_template)
+
+    def _read(self, name: str | None) -> Any:
         if name not in self._templates:
             self._templates[name] = load_template(self.tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
@@ -263,9 +263,7 @@ class _Readers:
 
     def _add(self, source: Source) -> None:
         name, is_text = self._name(source), _needs_no_template(source)
-        if name not in self._templates:
-            self._templates[name] = load_template(self.tokenizer, name)
-            self._markers[name] = self._markers_of(self._templates[name])
+        self._read(name)
         if (name, is_text, source.raw) not in self._encoders:
             self._encoders[name, is_text, source.raw] = self._new_encoder(name, is_text, source.raw)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from finetune.config import Config
@@ -14,6 +14,7 @@ from finetune.doctor.inspect import Findings, divide_batch, wants_cpu
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.session import opening
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import installed_version
 from finetune.text import counted
 
 BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
@@ -54,16 +55,13 @@ def _allowed_versions(config: Config, found: Findings) -> Verdict:
     for requirement in map(Requirement, texts):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": "unsloth"}):
             continue
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            if requirement.name == "nvidia-ml-py":  # needed only for details of this report
-                outside.append("nvidia-ml-py is not installed")
-            elif "extra" not in str(requirement.marker):
-                missing.append(requirement.name)
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            outside.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+        if (installed := installed_version(requirement.name)) is not None:
+            if not requirement.specifier.contains(installed, prereleases=True):
+                outside.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+        elif requirement.name == "nvidia-ml-py":  # needed only for details of this report
+            outside.append("nvidia-ml-py is not installed")
+        elif "extra" not in str(requirement.marker):
+            missing.append(requirement.name)
     if missing:
         return "stop", f"not installed: {', '.join(missing)}; install this project with pip, which installs them"
     if outside:
@@ -100,18 +98,11 @@ def _tested_versions(config: Config, found: Findings) -> Verdict:
 
 def _known_pairs(config: Config, found: Findings) -> Verdict:
     """Versions that are known not to work together."""
-    pairs = known_pairs.present(_installed, _kind(found))
+    pairs = known_pairs.present(installed_version, _kind(found))
     harmful = [str(pair) for pair in pairs if not pair.handled]
     if harmful:
         return "warning", "; ".join(harmful)
     return "ok", "; ".join(["none", *(f"handled: {pair}" for pair in pairs)])
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _kind(found: Findings) -> str:

@@ -1,4 +1,4 @@
-"""The sets of versions that were tested: tested_sets.json, which `finetune.doctor.record` writes."""
+"""The sets of versions that were tested: tested_sets.json, which `make docs` writes."""
 
 from __future__ import annotations
 

@@ -100,14 +100,12 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, flag) is None:
             raise UserError(f"export needs --{flag}. See finetune export --help.")
     on_hub = options.to == "hub"
-    for flag, given in (("repo", options.repo), ("form", options.form), ("upload", options.upload)):
-        if given and not on_hub:
+    for flag in ("repo", "form", "upload", "public"):
+        if getattr(options, flag) and not on_hub:
             raise UserError(f"--{flag} is for --to hub: got --to {options.to}. Remove one of them.")
-    if options.public and not on_hub:
-        raise UserError(f"--public is for --to hub: got --to {options.to}. Remove one of them.")
     form = options.form if on_hub else options.to
-    for flag, given in (("gguf-type", options.gguf_type), ("llama-cpp", options.llama_cpp)):
-        if given and form != "gguf":
+    for flag in ("gguf-type", "llama-cpp"):
+        if getattr(options, flag.replace("-", "_")) and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
     files.check_name(options.out, "--out")
     if options.dtype and form in ("adapter", "gguf"):

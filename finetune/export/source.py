@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.data.ledger import is_templated
 from finetune.engine import record
-from finetune.engine.checkpoint import base_weights, checkpoints, output_folder
+from finetune.engine.checkpoint import base_weights, checkpoints
+from finetune.engine.checkpoint.run_artifacts import TrainedModel, find_trained_model
 from finetune.engine.preflight import model_files
 from finetune.errors import UserError
-from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
@@ -61,127 +60,72 @@ def find(path: Path, base: str | None = None) -> Source:
     Raises:
         UserError: it is neither, it is incomplete or damaged, or its base model is missing or has changed.
     """
-    if not path.is_dir():
-        raise UserError(f"There is no such folder: {path}. Give the output folder of a run, or one of its checkpoints.")
-    model_files.check_regular(path)
-    if (path / checkpoints.MANIFEST).is_file() or path.name.startswith("checkpoint-"):
-        content, settings, step = _checkpoint(path)
+    trained = find_trained_model(path)
+    content, adapter = trained.record, trained.adapter
+    if trained.folder != path:
+        complete = ", ".join(str(path / one.name) for one in checkpoints.complete_checkpoints(path))
+        raise UserError(
+            f"The run in {path} has no final model: its status is {content.get('status')}. Export a checkpoint: "
+            f"{complete}."
+        )
+    if (path / checkpoints.MANIFEST).is_file():
+        about = checkpoints.manifest(path)
+        step = about["step"]
+    elif content:
+        _check_final_files(path, content)
+        about, step = content, content.get("steps")
     else:
-        content, settings, step = _final(path)
-    adapter = _adapter(path)
-    if adapter is None:
-        name = str(content.get("config", {}).get("model", {}).get("model_name_or_path") or path.name)
-        return Source(given=path, folder=path, record=content, step=step, adapter=None, base=path, name=name)
-    found, name, notes = _base(path, content, settings, adapter, base)
-    return Source(
-        given=path, folder=path, record=content, step=step, adapter=adapter, base=found, name=name, notes=notes
-    )
-
-
-def _checkpoint(path: Path) -> tuple[JsonObject, JsonObject, int]:
-    """Record, settings and step of a checkpoint, whose files all match their checksums."""
-    if why := checkpoints.damage(path, verify=True):
-        others = [one.name for one in checkpoints.complete_checkpoints(path.resolve().parent) if one.name != path.name]
-        instead = f"Export another one: {', '.join(others)}." if others else "There is no other one in its folder."
-        raise UserError(f"{path} is not a complete checkpoint: {why}. {instead}")
-    manifest = checkpoints.manifest(path)
-    parent = path.resolve().parent
-    content = _record(parent) if (parent / record.FILE_NAME).is_file() else {}
-    settings = manifest.get("settings")
-    return content, settings if isinstance(settings, dict) else {}, manifest["step"]
-
-
-def _final(path: Path) -> tuple[JsonObject, JsonObject, int | None]:
-    """Record, settings and steps of a finished run, whose final files are complete."""
-    if not (path / record.FILE_NAME).is_file():
         raise UserError(
             f"{path} is not the output folder of a run: it has no {record.FILE_NAME}. Give training.output_dir of a "
             "run of `finetune train`, or one of its checkpoints."
         )
-    content = _record(path)
-    weights = [name for name in output_folder.FINAL_WEIGHTS if (path / name).is_file()]
-    if content.get("status") != "done" or not weights:
-        complete = [str(path / one.name) for one in checkpoints.complete_checkpoints(path)]
-        instead = (
-            f"Export a checkpoint: {', '.join(complete)}." if complete else "Resume it first: it has no checkpoint."
-        )
-        why = (
-            "its folder has no weights" if content.get("status") == "done" else f"its status is {content.get('status')}"
-        )
-        raise UserError(f"The run in {path} has no final model: {why}. {instead}")
-    for name in sorted({*(one.name for one in path.glob("*.safetensors")), *_recorded(content)}):
-        why = _damage(path / name, _recorded(content).get(name))
-        if why is not None:
-            raise UserError(f"The final model in {path} is damaged: {name} {why}. Export a checkpoint of the run.")
-    settings = content.get("settings")
-    steps = content.get("steps")
-    return content, settings if isinstance(settings, dict) else {}, steps if isinstance(steps, int) else None
+    settings = about.get("settings")
+    named = trained.setting("model.model_name_or_path", str)
+    found, name, notes = path, str(named or path.name), []
+    if adapter is not None:
+        if not isinstance(adapter.get("lora_alpha"), int | float):
+            raise UserError(f"{path / model_files.ADAPTER} is incomplete: it has no lora_alpha. Export a checkpoint.")
+        found, name, notes = _base(trained, settings if isinstance(settings, dict) else {}, base)
+    return Source(
+        given=path,
+        folder=path,
+        record=content,
+        step=step if isinstance(step, int) else None,
+        adapter=adapter,
+        base=found,
+        name=name,
+        notes=notes,
+    )
 
 
-def _recorded(content: JsonObject) -> dict[str, str]:
-    """Checksums of the final files, by name; empty in records of earlier versions."""
-    found = content.get("final_files")
-    return {str(name): str(one) for name, one in found.items()} if isinstance(found, dict) else {}
-
-
-def _damage(file: Path, checksum: str | None) -> str | None:
-    if file.name != Path(file.name).name or not file.is_file():
-        return "is missing"
-    if file.suffix == ".safetensors" and (why := model_files.why_damaged(file)):
-        return f"is not a whole file ({why})"
-    return "does not match its checksum in run.json" if checksum and files.checksum(file) != checksum else None
-
-
-def _record(folder: Path) -> JsonObject:
-    try:
-        content = files.read_json(folder / record.FILE_NAME)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / record.FILE_NAME} cannot be read: {error}. Restore it, or run again.") from None
-    if not isinstance(content, dict) or not isinstance(content.get("config", {}), dict):
-        raise UserError(f"{folder / record.FILE_NAME} is not the record of a run. Restore it, or run again.")
-    return content
-
-
-def _adapter(folder: Path) -> JsonObject | None:
-    """adapter_config.json; None for a full model.
-
-    Raises:
-        UserError: the folder holds neither, or the file is invalid.
-    """
-    file = folder / model_files.ADAPTER
-    if not file.is_file():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{folder} holds neither an adapter nor a model: no {model_files.ADAPTER} and no config.json."
-            )
-        return None
-    content, complete = None, False
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        content = files.read_json(file)
-        complete = isinstance(content, dict) and isinstance(content["lora_alpha"], int | float)
-    if not complete or not (folder / ADAPTER_WEIGHTS).is_file():
-        raise UserError(
-            f"The adapter in {folder} is incomplete: {file.name} or {ADAPTER_WEIGHTS}. Export a checkpoint."
-        )
-    return content
+def _check_final_files(path: Path, content: JsonObject) -> None:
+    """Check the files of a final model against their checksums in run.json, which records of earlier versions lack."""
+    recorded = content.get("final_files")
+    for name, checksum in sorted(recorded.items()) if isinstance(recorded, dict) else ():
+        file = path / str(name)
+        if file.name != name or not file.is_file():
+            why = "is missing"
+        elif files.checksum(file) != checksum:
+            why = f"does not match its checksum in {record.FILE_NAME}"
+        else:
+            continue
+        raise UserError(f"The final model in {path} is damaged: {name} {why}. Export a checkpoint of the run.")
 
 
 # --- the base model ---------------------------------------------------------------------------------------------------
 
 
-def _base(
-    path: Path, content: JsonObject, settings: JsonObject, adapter: JsonObject, given: str | None
-) -> tuple[Path, str, list[str]]:
+def _base(trained: TrainedModel, settings: JsonObject, given: str | None) -> tuple[Path, str, list[str]]:
     """Folder and name of the base model, and what could not be compared.
 
     A run that quantizes on load names the original model, which is what the adapter is merged onto. Unsloth may have
     loaded a 4-bit copy instead, which the adapter then names; it serves if the original is not on this machine.
     """
-    model = content.get("config", {}).get("model", {})
+    adapter = trained.adapter or {}
     own = str(adapter.get("base_model_name_or_path") or "")
-    asked = str(model.get("model_name_or_path") or own)
-    candidates = [(given, None)] if given else [(asked, model.get("revision")), (own, adapter.get("revision"))]
-    for name, revision in candidates:
+    asked = trained.setting("model.model_name_or_path", str) or own
+    recorded = [(asked, trained.setting("model.revision", str)), (own, adapter.get("revision"))]
+    for name, revision in [(given, None)] if given else recorded:
         folder = model_files.model_folder(name, revision) if name else None
         if folder is not None and (folder / model_files.ADAPTER).is_file() and not (folder / "config.json").is_file():
             continue  # the run continued this adapter, whose base the new one names
@@ -189,8 +133,8 @@ def _base(
             return folder, given and asked or name, _compared(folder, name, settings, given)
     name = given or asked or own
     raise UserError(
-        f"The base model {name} of {path} is not on this machine. Download it with `hf download {name}`, or give its "
-        "folder with --base."
+        f"The base model {name} of {trained.given} is not on this machine. Download it with `hf download {name}`, or "
+        "give its folder with --base."
     )
 
 

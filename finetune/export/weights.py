@@ -5,20 +5,20 @@ The format: 8 bytes of header length, a JSON header with the type, shape and off
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from finetune.engine.checkpoint import tensor_files
 from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -52,7 +52,13 @@ class Weights:
     def __init__(self, folder: Path, what: str = "base model") -> None:
         self.folder, self.what = folder, what
         self._where: dict[str, tuple[Path, JsonObject, int]] = {}  # file, the header's entry, offset of the data
-        for name in self._file_names():
+        try:
+            names = files.safetensors_names(folder)
+        except (OSError, ValueError) as error:
+            raise self._wrong(str(error)) from None
+        if names is None:
+            raise self._wrong("it has no model.safetensors and no index of several files")
+        for name in names:
             self._open(folder / name)
         self._states = {name.partition(_STATE)[0]: name for name in self._where if _STATE in name}
         parts = {name for name in self._where for part in _PARTS if part in name and self._owner(name, part)}
@@ -116,54 +122,19 @@ class Weights:
             return Entry(name, getattr(torch, state["dtype"]), tuple(state["shape"]))
         return self._stored(name)
 
-    def _file_names(self) -> list[str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                names = sorted(set(files.read_json(index)["weight_map"].values()))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                raise self._wrong(f"{INDEX} cannot be read") from None
-            if not all(isinstance(name, str) and name == Path(name).name for name in names):
-                raise self._wrong(f"{INDEX} names files outside of the folder")
-            return names
-        if (self.folder / SINGLE).is_file():
-            return [SINGLE]
-        raise self._wrong(f"it has neither {SINGLE} nor {INDEX}")
-
     def _wrong(self, why: str) -> UserError:
         return UserError(f"The {self.what} in {self.folder} cannot be read: {why}. Copy or download it again.")
 
 
-def shards(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
-    """The tensors in order, divided into files of at most `most` bytes; a larger tensor gets a file to itself."""
-    found: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if found[-1] and size + entry.bytes > most:
-            found.append([])
-            size = 0
-        found[-1].append(entry)
-        size += entry.bytes
-    return found
-
-
-def write(folder: Path, entries: Sequence[Entry], get: Callable[[str], torch.Tensor], most: int) -> list[str]:
+def write(folder: Path, entries: Sequence[Entry], get: Callable[[str], torch.Tensor], most: int) -> None:
     """Write tensors into safetensors files of at most `most` bytes, with an index if there are several. `get` is called
-    once for each, in order. Returns the files' names."""
-    groups = shards(entries, most)
-    names = [SINGLE] if len(groups) == 1 else [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in _from_1(groups)]
-    for name, group in zip(names, groups, strict=True):
-        _write_file(folder / name, group, get)
-    if len(groups) > 1:
-        where = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
-        total = sum(entry.bytes for entry in entries)
-        files.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-        names.append(INDEX)
-    return names
-
-
-def _from_1(items: Sequence[object]) -> Iterator[int]:
-    return iter(range(1, len(items) + 1))
+    once for each, in order."""
+    sizes = {entry.name: entry.bytes for entry in entries}
+    planned = tensor_files.plan_files(sizes, most)
+    rest = iter(entries)
+    for name, group in zip(tensor_files.file_names("model", len(planned)), planned, strict=True):
+        _write_file(folder / name, list(itertools.islice(rest, len(group))), get)
+    tensor_files.write_index(folder, "model", planned, sizes)
 
 
 def _write_file(path: Path, entries: Sequence[Entry], get: Callable[[str], torch.Tensor]) -> None:

@@ -207,21 +207,19 @@ def bars(run: Run) -> dict[str, dict[str, float]]:
 
     Medians do not add up: the phases are scaled so that their sum is the median step.
     """
-    found: dict[str, dict[str, float]] = {}
-    by_rank = run.ranks is not None
     names = [str(number) for number in run.ranks.numbers] if run.ranks is not None else ["all"]
+    found: dict[str, dict[str, float]] = {}
     for place, name in enumerate(names):
-        for phase in tags.PHASES:
+
+        def typical(phase: str, place: int = place) -> float | None:
             values = run.phase(phase)
-            column = values[:, place] if by_rank and values.size else values.ravel() if values.size else values
-            finite = column[np.isfinite(column)]
-            if len(finite):
-                found.setdefault(name, {})[phase] = float(np.median(finite))
-        steps = run.phase("step")
-        step = _finite_median(steps[:, place] if by_rank and steps.size else steps.ravel())
-        total = sum(found.get(name, {}).values())
-        if step and total > 0:
-            found[name] = {phase: seconds * step / total for phase, seconds in found[name].items()}
+            return _finite_median(values[:, place] if run.ranks is not None and values.size else values.ravel())
+
+        phases = {phase: median for phase in tags.PHASES if (median := typical(phase)) is not None}
+        step, total = typical("step"), sum(phases.values())
+        scale = step / total if step and total > 0 else 1.0
+        if phases:
+            found[name] = {phase: seconds * scale for phase, seconds in phases.items()}
     return found
 
 

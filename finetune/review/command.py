@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 
 from finetune.errors import UserError
@@ -22,6 +24,7 @@ NOTES = (
     " --max-slowdown or --max-loss-increase allows, 2: no run, an unknown rule, or a run without a"
     " figure that is compared."
 )
+WIDTH = 100  # characters of a line, or as many as a narrower terminal has
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +54,7 @@ def run(argv: list[str]) -> int:
     """
     options, _ = own_options().split(argv)
     if options.explain is not None:
-        from finetune.review import explain
-
-        print_line(explain.rule(options.explain))
+        print_line(explained(options.explain))
         return DONE
     if not options.runs:
         raise UserError("no run was given. Give the training.output_dir of a run, or a folder of runs.")
@@ -73,6 +74,25 @@ def run(argv: list[str]) -> int:
         print_line(f"wrote {options.html}")
     breached = any(one.breached for one in compared)
     return FAILED if breached or (options.strict and result.warned) else DONE
+
+
+def explained(name: str) -> str:
+    """A rule in words, for a terminal.
+
+    Raises:
+        UserError: there is no such rule.
+    """
+    from finetune.review.rules import EXPLANATIONS
+
+    if name not in EXPLANATIONS:
+        raise UserError(f"unknown rule: {name}. The rules are {', '.join(EXPLANATIONS)}.")
+    one = EXPLANATIONS[name]
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    parts = [
+        f"{heading}\n{textwrap.fill(text, width, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)}"
+        for heading, text in one.parts().items()
+    ]
+    return "\n\n".join([f"{name}: {one.question}", *parts])
 
 
 def _gate(first: Path, result: Review, limits: gate.Limits) -> list[gate.Comparison]:

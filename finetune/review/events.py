@@ -45,12 +45,14 @@ class Series:
 
     def after(self, step: int) -> Series:
         """The part with steps above `step`."""
-        first = int(np.searchsorted(self.steps, step, side="right"))
-        return Series(self.steps[first:], self.values[first:], self.times[first:])
+        return self.part(slice(int(np.searchsorted(self.steps, step, side="right")), None))
 
     def finite(self) -> Series:
         """The part without NaN and infinity."""
-        kept = np.isfinite(self.values)
+        return self.part(np.isfinite(self.values))
+
+    def part(self, kept: slice | np.ndarray) -> Series:
+        """What a slice, a mask or indices select."""
         return Series(self.steps[kept], self.values[kept], self.times[kept])
 
 
@@ -83,7 +85,7 @@ def read(files: Sequence[Path], training: Sequence[str]) -> dict[str, Series]:
     for _, _, scalars in sorted((_began(file), str(file), _read_one(file)) for file in files):
         firsts = [int(scalars[tag].steps[0]) for tag in training if tag in scalars]
         if firsts:
-            merged = {tag: _before(one, min(firsts)) for tag, one in merged.items()}
+            merged = {tag: one.part(one.steps < min(firsts)) for tag, one in merged.items()}
         for tag, one in scalars.items():
             merged[tag] = join(merged[tag], one) if tag in merged else one
     return {tag: one for tag, one in merged.items() if len(one)}
@@ -100,27 +102,17 @@ def join(earlier: Series, later: Series) -> Series:
     )
 
 
-def _before(series: Series, step: int) -> Series:
-    end = int(np.searchsorted(series.steps, step))
-    return Series(series.steps[:end], series.values[:end], series.times[:end])
-
-
 def _once(series: Series) -> Series:
     """In the order of steps; of several values of a step the last one written."""
     order = np.argsort(series.steps, kind="stable")
     steps = series.steps[order]
-    kept = order[np.append(steps[1:] != steps[:-1], True)] if len(steps) else order
-    return Series(series.steps[kept], series.values[kept], series.times[kept])
+    return series.part(order[np.append(steps[1:] != steps[:-1], True)] if len(steps) else order)
 
 
 def _began(file: Path) -> float:
-    """When a file was begun, by its first record; by its name if it has none."""
-    with open_regular(file) as stream:
-        for payload in records(stream):
-            with_time = _parse(payload)
-            if with_time is not None:
-                return float(with_time.wall_time)
-            break
+    """When a file was begun, by its first event; by its name if it has none."""
+    if (first := next(_events(file), None)) is not None:
+        return float(first.wall_time)
     named = re.search(r"tfevents\.(\d{1,12})", file.name)
     return float(named.group(1)) if named else 0.0
 
@@ -143,23 +135,11 @@ def records(stream: IO[bytes]) -> Iterator[bytes]:
         yield payload[:length]
 
 
-def _parse(payload: bytes) -> Any:
-    """The event, or None if it is damaged."""
+def _events(file: Path) -> Iterator[Any]:
+    """The events of a file that are not damaged."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-    try:
-        return Event.FromString(payload)
-    except DecodeError:
-        return None
-
-
-def _read_one(file: Path) -> dict[str, Series]:
-    """The scalars of one file by tag."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-
-    found: dict[str, tuple[array, array, array]] = {}
     parse = Event.FromString
     with open_regular(file) as stream:
         for payload in records(stream):
@@ -167,20 +147,27 @@ def _read_one(file: Path) -> dict[str, Series]:
                 event = parse(payload)
             except DecodeError:
                 continue
-            if not event.HasField("summary"):
-                if event.HasField("session_log") and event.session_log.status == _STARTED:
-                    _purge(found, event.step)
+            yield event
+
+
+def _read_one(file: Path) -> dict[str, Series]:
+    """The scalars of one file by tag."""
+    found: dict[str, tuple[array, array, array]] = {}
+    for event in _events(file):
+        if not event.HasField("summary"):
+            if event.HasField("session_log") and event.session_log.status == _STARTED:
+                _purge(found, event.step)
+            continue
+        for value in event.summary.value:
+            number = value.simple_value if value.HasField("simple_value") else _scalar(value)
+            if number is None:
                 continue
-            for value in event.summary.value:
-                number = value.simple_value if value.HasField("simple_value") else _scalar(value)
-                if number is None:
-                    continue
-                columns = found.get(value.tag)
-                if columns is None:
-                    columns = found[value.tag] = (array("q"), array("d"), array("d"))
-                columns[0].append(event.step)
-                columns[1].append(number)
-                columns[2].append(event.wall_time)
+            columns = found.get(value.tag)
+            if columns is None:
+                columns = found[value.tag] = (array("q"), array("d"), array("d"))
+            columns[0].append(event.step)
+            columns[1].append(number)
+            columns[2].append(event.wall_time)
     return {tag: of(*columns) for tag, columns in found.items()}
 
 

@@ -29,7 +29,7 @@ class Finding:
     """
 
     rule: str
-    level: Level
+    level: Level = "warning"
     headline: str
     figures: tuple[str, str]
     evidence: str

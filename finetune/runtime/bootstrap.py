@@ -319,11 +319,12 @@ def quiet_ranks():
 
 def versions() -> dict[str, str | None]:
     """Installed versions of the libraries that affect a run's results; None if a library is not installed."""
-    return {"python": sys.version.split()[0]} | {name: _installed(name) for name in LIBRARIES}
+    return {"python": sys.version.split()[0]} | {name: installed_version(name) for name in LIBRARIES}
 
 
 @functools.cache
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

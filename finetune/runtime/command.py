@@ -31,24 +31,20 @@ def run_command(command: str, argv: list[str] | None, run: Callable[[Config], in
         purpose: first line of the command's help; unused for `train`, whose help lists all keys.
     """
     from finetune.config import help_text
-    from finetune.runtime.files import check_writable
     from finetune.runtime.options import Options
 
-    def load_and_run(arguments: list[str]) -> int:
-        config = load_config(arguments, command=command)
-        if config.json:
-            check_writable(config.json, "--json")
-        return run(config)
-
     text = help_text() if command == "train" else Options(command, purpose, usage="[--json PATH]").format_help()
-    return run_with_options(text, argv, load_and_run)
+    return run_with_options(text, argv, lambda arguments: run(load_config(arguments, command=command)))
 
 
 def load_config(arguments: list[str], **about: Any) -> Config:
-    """`config.load`, with the notes on former names printed."""
+    """`config.load`, with the notes on former names printed. The file of --json can be written."""
     from finetune.config import load
+    from finetune.runtime.files import check_writable
 
     config = load(arguments, **about)
+    if config.json:
+        check_writable(config.json, "--json")
     for note in config.notes:
         print_line(note)
     return config

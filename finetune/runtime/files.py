@@ -156,6 +156,32 @@ def safetensors_header(file: BinaryIO) -> tuple[JsonObject, int]:
     return header, 8 + length
 
 
+def safetensors_index(path: Path) -> dict[str, str]:
+    """The file of each tensor of a model in several safetensors files, by their index.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it does not name files of its own folder.
+    """
+    content = read_json(path)
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not all(
+        isinstance(name, str) and name.endswith(".safetensors") and name == Path(name).name and "\\" not in name
+        for name in named.values()
+    ):
+        raise ValueError(f"{path} does not name the files of the tensors")
+    return named
+
+
+def safetensors_names(folder: Path) -> list[str] | None:
+    """The safetensors files of a model that transformers loads: the only one, or those of the index. None if the folder
+    has neither. Raises as `safetensors_index`."""
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    return sorted(set(safetensors_index(index).values())) if index.is_file() else None
+
+
 def tensor_sizes(path: Path) -> dict[str, tuple[int, list[int]]]:
     """Of each tensor in a safetensors file: how many numbers it has, and its shape. bitsandbytes stores two numbers of
     4 bits per byte.

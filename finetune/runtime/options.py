@@ -210,6 +210,11 @@ def one_of(*allowed: str) -> Any:
     return kind
 
 
+def number(text: str) -> float:
+    """A finite number of at least 0."""
+    return _at_least_zero(text, "a number")
+
+
 def price(text: str) -> float:
     """A finite number of at least 0."""
     return _at_least_zero(text, "a price")

@@ -6,9 +6,10 @@ or a trainer by what it can do, not by its class.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     import tokenizers
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or YAML, a row, or keyword arguments that a library checks."""
+
+
+class Stored:
+    """A dataclass of plain values that ranks give each other through their store."""
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**json.loads(text))
 
 
 class OnFailure(Protocol):

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Set
 from typing import NoReturn
 
-from finetune.convert.analysis.names import Program
+from finetune.convert.analysis.names import DEFINITIONS, Program, method
 from finetune.convert.notebook.read import Refusal, Statement
 
 # The package trains without some functions of these, so a replacement might not be called.
@@ -84,16 +84,15 @@ def refuse_late_changes(program: Program, trainers: Set[str], train: int) -> Non
             owners |= {given.id} if isinstance(given, ast.Name) else set()
             continue
         owners -= e.binds
-        if not owners or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not owners or isinstance(node, DEFINITIONS):
             continue
         for inner in ast.walk(node):
             for target, _ in _set_attributes(inner):
                 allowed = (*_NO_EFFECT, *_ROWS, *(_TOKENIZER if gives_own_tokenizer(program, place) else ()))
                 if ast.unparse(target.value) in owners and target.attr not in allowed:
                     _refuse_late(statement, target.attr, "changed", "set it before, in SFTConfig or SFTTrainer")
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in _SETS_UP:
-                if ast.unparse(inner.func.value) in owners:
-                    _refuse_late(statement, inner.func.attr, "called", "leave it out")
+            if method(inner) in _SETS_UP and ast.unparse(inner.func.value) in owners:  # type: ignore[attr-defined]
+                _refuse_late(statement, method(inner), "called", "leave it out")
 
 
 def _refuse_late(statement: Statement, name: str, what: str, remedy: str) -> NoReturn:
@@ -111,7 +110,7 @@ def gives_own_tokenizer(program: Program, place: int) -> bool:
     trainer, value = target.value.id, node.value  # type: ignore[attr-defined]
     for earlier in range(place - 1, -1, -1):
         e, made = program.effects[earlier], getattr(program.statements[earlier].node, "value", None)
-        if trainer in e.binds | e.may_bind:
+        if trainer in e.all_binds:
             call = made if trainer in e.binds and isinstance(made, ast.Call) else None
             if call is None or not program.dotted(call.func).endswith("SFTTrainer"):
                 return False
@@ -120,7 +119,7 @@ def gives_own_tokenizer(program: Program, place: int) -> bool:
             if not given and target.attr == "tokenizer" and all(item.arg for item in call.keywords):
                 return len(_origins(program, value)) == 1 and _origins(program, value) == _origins(program, *models)
             return isinstance(value, ast.Name) and given == [value.id]
-        if isinstance(value, ast.Name) and value.id in e.binds | e.may_bind:
+        if isinstance(value, ast.Name) and value.id in e.all_binds:
             return False
     return False
 
@@ -131,7 +130,7 @@ def _origins(program: Program, *names: ast.expr) -> set[str]:
     calls = [
         one.node.value
         for one, e in zip(program.statements, program.effects, strict=True)
-        if (e.binds | e.may_bind) & wanted and isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
+        if e.all_binds & wanted and isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
     ]
     loads = [call for call in calls if ast.unparse(call.func).endswith(".from_pretrained")]
     given = [[*call.args[:1], *(item.value for item in call.keywords if item.arg in _NAME)] for call in loads]

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
-from finetune.convert.analysis.names import Program, free_names, root
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, free_names, method, root
 from finetune.convert.analysis.objects import Objects, own_train_calls, plain_classes
 from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement, is_dead
@@ -102,8 +102,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         ):
             reason = "fast_inference=True starts vLLM in the training process; set fast_inference=False"
             raise Refusal("R6", reason, cell)
-        method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        if method == "add_adapter" and trains and cell <= trains[-1][0]:
+        if method(node) == "add_adapter" and trains and cell <= trains[-1][0]:
             raise Refusal(
                 "R4",
                 f"`{ast.unparse(node)[:60]}` attaches an adapter that the conversion cannot see;"
@@ -125,8 +124,8 @@ def _refuse_torch_rows(program: Program) -> None:
         and any(re.fullmatch(r"torch\.utils\.data\.(\w+\.)?\w*Dataset", program.dotted(base)) for base in node.bases)
     }
     for place, statement in enumerate(program.statements):
-        for call in ast.walk(statement.node) if kinds else ():
-            if not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
+        for call in calls(statement.node) if kinds else ():
+            if not program.dotted(call.func).endswith("SFTTrainer"):
                 continue
             rows = [item.value for item in call.keywords if item.arg in ("train_dataset", "eval_dataset", None)]
             names = {name for value in rows for name in free_names(value)}
@@ -309,7 +308,7 @@ def _deciding(program: Program) -> list[tuple[int, ast.AST]]:
         if not any(_name(func).endswith("Trainer") or _name(func) == "train" for func in called):
             continue
         e = program.effects[place]
-        defines = isinstance(statement.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        defines = isinstance(statement.node, DEFINITIONS)
         places |= {place} | program.slice(e.reads | e.changes, place)
         places |= program.slice(e.late, len(program.statements) if defines else place)
     nodes = list(live(program.statements[place] for place in sorted(places)))

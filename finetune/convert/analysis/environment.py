@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from finetune.convert.analysis.names import lone_call
+
 NO_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "the launcher chooses the devices",
     "CUDA_DEVICE_ORDER": "the launcher chooses the devices",
@@ -19,9 +21,9 @@ MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # for one model on severa
 def of_launcher(node: ast.stmt) -> bool:
     """Whether it sets or removes a variable that the launcher sets for each rank."""
     name = environment_key(node)
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
-        if ast.unparse(node.value.func) in ("os.environ.pop", "environ.pop", "os.unsetenv"):
-            name = str(getattr(node.value.args[0], "value", ""))
+    if (call := lone_call(node)) is not None and call.args:
+        if ast.unparse(call.func) in ("os.environ.pop", "environ.pop", "os.unsetenv"):
+            name = str(getattr(call.args[0], "value", ""))
     return NO_ENVIRONMENT.get(name or "", "").startswith("the launcher")
 
 
@@ -31,8 +33,7 @@ def environment_key(node: ast.stmt) -> str | None:
         target = node.targets[0]
         if ast.unparse(target.value) in ("os.environ", "environ") and isinstance(target.slice, ast.Constant):
             return str(target.slice.value)
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        call = node.value
+    if (call := lone_call(node)) is not None:
         if ast.unparse(call.func) in ("os.environ.setdefault", "os.putenv", "environ.setdefault") and call.args:
             return str(getattr(call.args[0], "value", "?"))
         if ast.unparse(call.func) == "os.environ.update":

@@ -15,6 +15,7 @@ from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Statement
 
 _BUILTINS = frozenset(dir(builtins))
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(kw_only=True)
@@ -26,6 +27,10 @@ class Effects:
     changes: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+
+    @property
+    def all_binds(self) -> set[str]:
+        return self.binds | self.may_bind
 
     @property
     def all_reads(self) -> set[str]:
@@ -40,6 +45,20 @@ def effects(node: ast.stmt) -> Effects:
     found = _Visitor()
     found.visit_statement(node, certain=True)
     return found.effects
+
+
+def calls(node: ast.AST) -> list[ast.Call]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+def lone_call(node: ast.stmt) -> ast.Call | None:
+    """The call that is all of a statement."""
+    return node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+
+
+def method(call: ast.AST) -> str:
+    """The method that a call calls; "" for any other node."""
+    return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
 
 
 def root(node: ast.AST) -> str | None:
@@ -71,8 +90,7 @@ def casts_modules(node: ast.stmt) -> bool:
     if not isinstance(node, ast.For) or "modules" not in getattr(getattr(node.iter, "func", None), "attr", ""):
         return False
     targets = set(target_names(node.target))
-    calls = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-    return any(isinstance(f, ast.Attribute) and f.attr in named("casts") and root(f) in targets for f in calls)
+    return any(method(call) in named("casts") and root(call) in targets for call in calls(node))
 
 
 def target_names(node: ast.AST) -> Iterator[str]:
@@ -92,7 +110,7 @@ class _Visitor:
 
     def visit_statement(self, node: ast.stmt, certain: bool) -> None:
         e = self.effects
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, DEFINITIONS):
             self._bind(node.name, certain)
             reads, late = definition_reads(node)
             e.reads |= reads
@@ -174,11 +192,10 @@ class _Visitor:
             value = value.value
         if not isinstance(value, ast.Call):
             return
-        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        called = method(value) or getattr(value.func, "id", "")
         if isinstance(value.func, ast.Attribute) and (name := root(value.func)) and called not in named("looks"):
             self.effects.changes.add(name)
-        name = called
-        if name in named("prints") or name.startswith(("save_pretrained", "push_to_hub")):
+        if called in named("prints") or called.startswith(("save_pretrained", "push_to_hub")):
             return
         for argument in [*value.args, *(item.value for item in value.keywords)]:
             if isinstance(argument, ast.Name):
@@ -198,8 +215,8 @@ class _Visitor:
     def _files(self, node: ast.expr) -> None:
         """Track files like names: writing a file changes `file:NAME`, mentioning it reads that name."""
         written: set[ast.AST] = set()
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Call) and (path := written_path(inner)) is not None:
+        for call in calls(node):
+            if (path := written_path(call)) is not None:
                 written.add(path)
                 if name := root(path):
                     self.effects.changes.add(name)
@@ -210,7 +227,7 @@ class _Visitor:
 
 def written_path(call: ast.Call) -> ast.expr | None:
     """The file that a call writes, as an expression; None if it writes no file that we know of."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    name = method(call) or getattr(call.func, "id", "")
     if name == "open":
         mode = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "mode"), None)
         if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and set(mode.value) & set("wax+"):
@@ -239,7 +256,7 @@ def file_name(node: ast.AST) -> str | None:
     return None
 
 
-def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[set[str], set[str]]:
+def definition_reads(node: DEFINITIONS) -> tuple[set[str], set[str]]:
     """Names read at definition (decorators, defaults, bases), and names read when called."""
     now: set[str] = set()
     for item in node.decorator_list:
@@ -271,7 +288,7 @@ def body_reads(body: Sequence[ast.stmt], local: set[str]) -> set[str]:
             if isinstance(inner, ast.Global | ast.Nonlocal):
                 outside |= set(inner.names)
     each = [effects(node) for node in body]
-    own = {name for e in each for name in (e.binds | e.may_bind)} | local
+    own = {name for e in each for name in e.all_binds} | local
     return ({name for e in each for name in e.all_reads} - own) | outside
 
 
@@ -336,8 +353,8 @@ def _changed_outside(function: ast.FunctionDef, collections: set[str]) -> set[st
     for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             changed.add(root(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in named("fills"):
-            changed.add(root(node.func))
+        elif method(node) in named("fills"):
+            changed.add(root(node))
     return (declared & bound) | ({name for name in changed if name is not None} & collections - local)
 
 
@@ -345,13 +362,12 @@ def changed_by_calls(node: ast.stmt, changing: dict[str, set[str]], *, inside: b
     """What a statement changes by calling such functions, or by passing them on, as in `rows.map(function)`.
 
     `inside`: of a function's body, not of its definition."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not inside:
+    if isinstance(node, DEFINITIONS) and not inside:
         return set()
     found: set[str] = set()
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call):
-            for one in [call.func, *call.args, *(item.value for item in call.keywords)]:
-                found |= changing.get(one.id, set()) if isinstance(one, ast.Name) else set()
+    for call in calls(node):
+        for one in [call.func, *call.args, *(item.value for item in call.keywords)]:
+            found |= changing.get(one.id, set()) if isinstance(one, ast.Name) else set()
     return found
 
 
@@ -367,7 +383,7 @@ class Program:
         self._definitions = {
             node.name: node
             for node in (statement.node for statement in self.statements)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if isinstance(node, DEFINITIONS)
         }
         self.imports = dotted_imports(statement.node for statement in self.statements)
         changing = functions_that_change([statement.node for statement in self.statements])
@@ -378,10 +394,9 @@ class Program:
 
     def _written(self, node: ast.stmt) -> set[str]:
         """Files whose names are passed to a function of the notebook that writes them."""
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, DEFINITIONS):
             return set()
-        calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name)]
-        paths = [path for call in calls for path in self._paths_written(call)]
+        paths = [path for call in calls(node) for path in self._paths_written(call)]
         return {name for path in paths if (name := file_name(path) or root(path))}
 
     def _paths_written(self, call: ast.Call) -> list[ast.expr]:
@@ -391,11 +406,10 @@ class Program:
             return []
         names = [item.arg for item in [*definition.args.posonlyargs, *definition.args.args]]
         given = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
-        opened = [written_path(inner) for inner in ast.walk(definition) if isinstance(inner, ast.Call)]
-        written = {root(path) for path in opened if path is not None}
+        written = {root(path) for inner in calls(definition) if (path := written_path(inner)) is not None}
         return [value for name, value in given if name in written]
 
-    def definition(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    def definition(self, name: str) -> DEFINITIONS | None:
         """The function or class with this name; the last one if several cells define it."""
         return self._definitions.get(name)
 
@@ -461,7 +475,7 @@ class Program:
         """Name -> the positions that may bind or change it, and whether one of them reads names when called."""
         found: dict[str, list[int]] = {}
         for place, e in enumerate(self.effects):
-            for name in e.binds | e.may_bind | e.changes:
+            for name in e.all_binds | e.changes:
                 found.setdefault(name, []).append(place)
         return {name: (places, any(self.effects[one].late for one in places)) for name, places in found.items()}
 
@@ -469,9 +483,8 @@ class Program:
         """Whether it sets an option of a library, as in `torch._dynamo.config.x = ...`."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             return self.dotted(node.targets[0]).split(".")[0] in named("configured")
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return matches("sets library", self.dotted(node.value.func))
-        return False
+        call = lone_call(node)
+        return call is not None and matches("sets library", self.dotted(call.func))
 
     def dotted(self, node: ast.AST) -> str:
         """The full dotted name of an expression, resolved by the notebook's imports, or ''."""

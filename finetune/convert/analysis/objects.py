@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
+from finetune.convert.analysis.names import DEFINITIONS
+
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler, ast.match_case)
 # What these return is the object that they are given, or a part of it.
@@ -64,7 +66,7 @@ def _binds(node: ast.AST) -> list[str]:
         return [node.id] if isinstance(node.ctx, ast.Store) else []
     if isinstance(node, ast.arg):
         return [node.arg]
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, DEFINITIONS):
         return [node.name]
     return [(node.asname or node.name).split(".")[0]] if isinstance(node, ast.alias) else []
 

@@ -10,7 +10,7 @@ import ast
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.convert.knowledge import named
@@ -68,6 +68,10 @@ class Statement:
         """The first line that is not a comment, for reports."""
         lines = self.source.strip().splitlines()
         return next((line.strip() for line in lines if not line.lstrip().startswith("#")), lines[0])
+
+    def reading(self, source: str) -> Statement:
+        """The same place with this code, one statement."""
+        return replace(self, source=source, node=ast.parse(source).body[0])
 
 
 @dataclass(kw_only=True)

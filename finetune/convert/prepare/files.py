@@ -6,10 +6,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 
-from finetune.convert.analysis.names import Program, is_path
+from finetune.convert.analysis.names import Program, calls, is_path
 from finetune.convert.notebook.read import Notebook
 from finetune.convert.services import SERVICE_FOLDERS, below_working_folder, is_below
 
@@ -38,7 +37,7 @@ def in_working_folder(notebook: Notebook) -> list[str]:
         source = _renamed(statement.source, names)
         if ast.dump(ast.parse(source).body[0]) != ast.dump(statement.node):
             source = ast.unparse(statement.node)
-        notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
+        notebook.statements[place] = statement.reading(source)
         notes += [
             f"cell {statement.cell}: {path} became {short}: the script saves below its working folder, not on the"
             " hosted service, and reads there what the notebook has there"
@@ -90,7 +89,7 @@ class Mentioned:
             for path in map(PurePosixPath, _texts(node)):
                 self.names.add(path.name)
                 self.parts |= {*path.parts}
-            for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+            for call in calls(node):
                 if _READS.search(ast.unparse(call.func)):
                     given = {text for one in [*call.args, *call.keywords] for text in _texts(one)}
                     self.read |= {part for one in given for part in PurePosixPath(one).parts}

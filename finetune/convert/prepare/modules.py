@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.convert.analysis.names import effects
+from finetune.convert.analysis.names import DEFINITIONS, effects
 from finetune.convert.knowledge import known_packages
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.runtime.files import read_text
@@ -159,7 +159,7 @@ def _wanted(node: ast.ImportFrom, path: Path, statements: list[Statement]) -> se
     if all(alias.name != "*" for alias in node.names):
         return {alias.name for alias in node.names}
     _, body = _body(path)
-    bound = {name for one in body for name in effects(one).binds | effects(one).may_bind}
+    bound = {name for one in body for name in effects(one).all_binds}
     listed = [one.value for one in body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__"]
     if listed:
         try:
@@ -220,7 +220,7 @@ class _Part:
                 break
             kept |= more
             needed |= {name for n in more for name in effects(body[n]).all_reads | effects(body[n]).changes}
-        if wanted - {name for n in kept for name in _binds(body[n])}:
+        if wanted - {name for n in kept for name in effects(body[n]).all_binds}:
             raise _Unclear  # a name that the module makes in another way
         for number in sorted(kept):
             self._add(path, body[number], _source(text, body[number]), needed)
@@ -242,7 +242,7 @@ class _Part:
         self.done.add(source)
         self.sources.append(source)
         if not isinstance(node, ast.Import | ast.ImportFrom):
-            for name in _binds(node):
+            for name in effects(node).all_binds:
                 if self.names.setdefault(name, source) != source:
                     raise _Unclear  # two modules give the name different values
 
@@ -254,11 +254,6 @@ class _Part:
                 self.names[alias.asname] = source
 
 
-def _binds(node: ast.stmt) -> set[str]:
-    found = effects(node)
-    return found.binds | found.may_bind
-
-
 def _keeps(node: ast.stmt, needed: set[str]) -> bool:
     """Whether a module's statement is needed for a name, or does something when the module is imported."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -267,12 +262,12 @@ def _keeps(node: ast.stmt, needed: set[str]) -> bool:
         return False  # runs only as a program
     if isinstance(node, ast.ImportFrom) and node.module == "__future__":
         return False
-    if _binds(node) & needed:
+    if effects(node).all_binds & needed:
         return True
     plain = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
         (node.targets[0] if isinstance(node, ast.Assign) else node.target), ast.Name | ast.Tuple
     )
-    definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
+    definition = isinstance(node, DEFINITIONS | ast.Import | ast.ImportFrom)
     return not plain and not definition
 
 
@@ -294,5 +289,5 @@ def _refuse_clashes(part: _Part, statements: list[Statement], importing: Stateme
     for one in statements:
         if one is importing or one.source in part.done:
             continue
-        if _binds(one.node) & part.names.keys() and not isinstance(one.node, ast.Import | ast.ImportFrom):
+        if effects(one.node).all_binds & part.names.keys() and not isinstance(one.node, ast.Import | ast.ImportFrom):
             raise _Unclear

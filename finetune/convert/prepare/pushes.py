@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Container, Iterator
-from dataclasses import replace
 
 from finetune.convert.analysis.classify import live
-from finetune.convert.analysis.names import root
+from finetune.convert.analysis.names import method, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook
 from finetune.convert.source import expression
@@ -61,7 +60,7 @@ def save_what_is_pushed(notebook: Notebook) -> list[str]:
                 f"cell {statement.cell}: `{ast.unparse(call)[:60]}` saves to {ast.unparse(folder)} and publishes"
                 f" nothing: publish {where} with `hf upload`"
             )
-        notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
+        notebook.statements[place] = statement.reading(source)
     return notes
 
 
@@ -107,12 +106,12 @@ def _text(node: ast.expr | None) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-def _product(call: ast.Call, method: str) -> tuple[str, ...] | None:
+def _product(call: ast.Call, verb: str) -> tuple[str, ...] | None:
     """What a push or a save makes, wherever it goes; None if the call is neither, or not clear."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    kind = name.removeprefix(method)
+    name = method(call)
+    kind = name.removeprefix(verb)
     unclear = any(isinstance(one, ast.Starred) for one in call.args) or any(item.arg is None for item in call.keywords)
-    if not isinstance(call.func, ast.Attribute) or not name.startswith(method) or kind not in _GIVEN or unclear:
+    if not isinstance(call.func, ast.Attribute) or not name.startswith(verb) or kind not in _GIVEN or unclear:
         return None
     given = {key: ast.unparse(value) for key, value in zip(_GIVEN[kind], call.args[1:], strict=False)}
     given |= {str(item.arg): ast.unparse(item.value) for item in call.keywords if item.arg not in _OF_HUB}

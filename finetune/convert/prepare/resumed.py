@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from finetune.convert.analysis.names import Program, free_names, root
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, free_names, lone_call, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook
 
@@ -87,7 +87,7 @@ def _value(program: Program, node: ast.expr) -> ast.expr:
     for _ in range(5):
         bound = [
             one.node for one, e in zip(program.statements, program.effects, strict=True)
-            if isinstance(node, ast.Name) and node.id in e.binds | e.may_bind | e.changes and not _train_call(one.node)
+            if isinstance(node, ast.Name) and node.id in e.all_binds | e.changes and not _train_call(one.node)
         ]  # fmt: skip
         if len(bound) != 1 or not isinstance(bound[0], ast.Assign) or not isinstance(bound[0].targets[0], ast.Name):
             break
@@ -112,14 +112,8 @@ def _path(program: Program, node: ast.expr) -> str | None:
 
 def _folder(program: Program) -> str | None:
     """The folder of the checkpoints, if all configurations have the same one."""
-    given = [
-        item.value
-        for statement in program.statements
-        for call in ast.walk(statement.node)
-        if isinstance(call, ast.Call)
-        for item in call.keywords
-        if item.arg == "output_dir"
-    ]
+    found = [item for one in program.statements for call in calls(one.node) for item in call.keywords]
+    given = [item.value for item in found if item.arg == "output_dir"]
     folders = {_path(program, value) for value in given}
     return folders.pop() if len(folders) == 1 else None
 
@@ -127,23 +121,23 @@ def _folder(program: Program) -> str | None:
 def _unchanged(program: Program, name: str, earlier: int, place: int, gone: Collection[int]) -> bool:
     """Whether nothing that the trainer was made of may have changed between two places. `gone` are left out."""
     made = program.slice([name], earlier)
-    ours = {name}.union(*(program.effects[one].binds | program.effects[one].may_bind for one in made))
+    ours = {name}.union(*(program.effects[one].all_binds for one in made))
     ours |= {read for one in made for read in program.effects[one].reads} - set(program.imports)
     for between in range(earlier + 1, place):
         node, e = program.statements[between].node, program.effects[between]
         if isinstance(node, ast.Import | ast.ImportFrom) or _only_uses(node) or between in gone:
             continue
-        definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-        if (e.binds | e.may_bind | e.changes) & ours or not definition and _calls(program, node, between) & made:
+        definition = isinstance(node, DEFINITIONS)
+        if (e.all_binds | e.changes) & ours or not definition and _calls(program, node, between) & made:
             return False
         if not definition and e.reads & ours:
-            ours |= e.binds | e.may_bind  # another name, such as `given = trainer.args`
+            ours |= e.all_binds  # another name, such as `given = trainer.args`
     return True
 
 
 def _only_uses(node: ast.stmt) -> bool:
     """A save, an evaluation or the like of a trainer, model or tokenizer."""
-    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    call = lone_call(node)
     if call is None or not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
         return False
     return call.func.attr in (named("on the trainer") | named("saves")) - {"train", "data_collator"}

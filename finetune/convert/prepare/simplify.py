@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from finetune.convert.analysis.names import effects
+from finetune.convert.analysis.names import calls, effects, lone_call
 from finetune.convert.notebook.read import Notebook, Statement
 
 
@@ -21,8 +21,7 @@ def settle_globals(notebook: Notebook) -> None:
         if body is None:
             statements.append(statement)
         else:
-            texts = [ast.unparse(one) for one in body]
-            statements += [replace(statement, node=ast.parse(text).body[0], source=text) for text in texts]
+            statements += [statement.reading(ast.unparse(one)) for one in body]
         for one in [statement.node] if body is None else body:
             found = effects(one)
             known |= found.binds
@@ -37,7 +36,7 @@ def settle_globals(notebook: Notebook) -> None:
 
 def _variables(node: ast.stmt) -> list[ast.stmt] | None:
     """The assignments of `os.environ.update({"A": "1"}, B="2")`; None for any other statement."""
-    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    call = lone_call(node)
     if call is None or ast.unparse(call.func) not in ("os.environ.update", "environ.update"):
         return None
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
@@ -72,10 +71,8 @@ def _settled(node: ast.stmt, known: set[str], perhaps: set[str]) -> list[ast.stm
 def train_by_method(notebook: Notebook) -> None:
     """Write Unsloth's `unsloth_train(trainer)` as `trainer.train()`, which it is on today's versions, in place."""
     for place, statement in enumerate(notebook.statements):
-        calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call) and node.args]
-        found = [node for node in calls if getattr(node.func, "id", "") == "unsloth_train"]
+        found = [one for one in calls(statement.node) if one.args and getattr(one.func, "id", "") == "unsloth_train"]
         for call in found:
             call.func, call.args = ast.Attribute(call.args[0], "train", ast.Load()), call.args[1:]
         if found:
-            text = ast.unparse(statement.node)
-            notebook.statements[place] = replace(statement, node=ast.parse(text).body[0], source=text)
+            notebook.statements[place] = statement.reading(ast.unparse(statement.node))

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from finetune.config.arguments import CONFIG, TRAINER, former_names, rows
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.analysis.names import Program
+from finetune.convert.analysis.names import Program, calls
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.services import is_hosted
 from finetune.convert.source import expression
@@ -59,12 +59,8 @@ class Arguments:
             self._keep_batch(place, call, [config for _, config in configs])
 
     def _calls(self, *names: str) -> list[tuple[int, ast.Call]]:
-        return [
-            (place, node)
-            for place, statement in enumerate(self.program.statements)
-            for node in ast.walk(statement.node)
-            if isinstance(node, ast.Call) and self.program.dotted(node.func).rsplit(".", 1)[-1] in names
-        ]
+        found = [(place, call) for place, one in enumerate(self.program.statements) for call in calls(one.node)]
+        return [(place, call) for place, call in found if self.program.dotted(call.func).rsplit(".", 1)[-1] in names]
 
     def _say(self, place: int, text: str) -> None:
         self.reasons.setdefault(place, []).append(text)

@@ -17,7 +17,17 @@ from pathlib import Path
 from finetune.convert.analysis.changes import refuse_late_changes, refuse_patches
 from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.analysis.environment import environment_key
-from finetune.convert.analysis.names import Program, free_names, is_import, root, target_names, written_path
+from finetune.convert.analysis.names import (
+    DEFINITIONS,
+    Program,
+    calls,
+    free_names,
+    is_import,
+    method,
+    root,
+    target_names,
+    written_path,
+)
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal
 from finetune.convert.prepare.files import Mentioned, is_named
@@ -53,8 +63,7 @@ def _train(program: Program) -> int:
     training = {name for name, node in units.items() if _trains(node, others)}
     while more := {n for n, node in units.items() if n not in training and _called(node, program, others) & training}:
         training |= more
-    definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-    outside = [one.node for one in program.statements if not isinstance(one.node, definitions)]
+    outside = [one.node for one in program.statements if not isinstance(one.node, DEFINITIONS)]
     sites: list[ast.AST] = [*outside, *(units[name] for name in sorted(training))]
     cells = {id(one.node): one.cell for one in program.statements}
     for node in sites:
@@ -65,7 +74,7 @@ def _train(program: Program) -> int:
             return isinstance(node, ast.Call) and name in _called(node, program, others, inside=False)
 
         if sum(most(node, calls_it) for node in sites) > 1:
-            found = [ast.unparse(call)[:60] for node in sites for call in code.calls(node) if calls_it(call)]
+            found = [ast.unparse(call)[:60] for node in sites for call in calls(node) if calls_it(call)]
             listed = "; ".join(f"`{text}`" for text in found[:6])
             what = name.removeprefix(".")
             raise Refusal(
@@ -74,7 +83,7 @@ def _train(program: Program) -> int:
             )
     for place, statement in enumerate(program.statements):
         trains = _trains(statement.node, others) or _called(statement.node, program, others) & training
-        if trains and not isinstance(statement.node, definitions):
+        if trains and not isinstance(statement.node, DEFINITIONS):
             _refuse_generating(place, program, units, others)
             return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
@@ -101,10 +110,10 @@ def _units(program: Program) -> dict[str, ast.AST]:
 def _called(node: ast.AST, program: Program, others: Others, *, inside: bool = True) -> set[str]:
     """Names of the functions and, after a dot, of the methods that it calls; a trainer's `train` is judged by
     `_trains`. `inside`: also what is called inside of a call."""
-    calls = code.calls(node) if inside else [node] if isinstance(node, ast.Call) else []
-    calls = [call for call in calls if root(call.func) not in program.imports]
-    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-    methods = {call: code.method(call) for call in calls}
+    made = calls(node) if inside else [node] if isinstance(node, ast.Call) else []
+    made = [call for call in made if root(call.func) not in program.imports]
+    names = {call.func.id for call in made if isinstance(call.func, ast.Name)}
+    methods = {call: method(call) for call in made}
     return names | {f".{name}" for call, name in methods.items() if name and (name != "train" or call in others)}
 
 
@@ -147,8 +156,8 @@ def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST], 
 
 
 def _trains(node: ast.AST, others: Others = frozenset()) -> bool:
-    calls = [call for call in code.calls(node) if code.method(call) == "train" and call not in others]
-    receivers = [call.func.value for call in calls]  # type: ignore[attr-defined]
+    trains = [call for call in calls(node) if method(call) == "train" and call not in others]
+    receivers = [call.func.value for call in trains]  # type: ignore[attr-defined]
     return any(not _is_model(one) and root(one) not in others for one in receivers)
 
 
@@ -171,7 +180,7 @@ def _roles(draft: Draft) -> None:
 
 def _bound_role(draft: Draft, names: list[str], call: ast.Call) -> None:
     name = draft.program.dotted(call.func)
-    last = name.rsplit(".", 1)[-1] or code.method(call)
+    last = name.rsplit(".", 1)[-1] or method(call)
     owner = name.rpartition(".")[0].rpartition(".")[2] if last == "from_pretrained" else ""
     if last in ("SFTTrainer", "train_on_responses_only"):
         draft.trainers.update(names)
@@ -282,7 +291,7 @@ def _refuse_generated(draft: Draft) -> None:
     expressions = [
         item.value
         for statement in draft.program.statements[: draft.train + 1]
-        for call in code.calls(statement.node)
+        for call in calls(statement.node)
         if draft.program.dotted(call.func).endswith("SFTTrainer")
         for item in call.keywords
         if item.arg in ("train_dataset", "eval_dataset", "formatting_func")
@@ -301,7 +310,7 @@ def _trained(draft: Draft) -> set[str]:
     """The names of the trainer's model, and of the models that it is made from."""
     program, nodes = draft.program, [statement.node for statement in draft.program.statements]
     trained: set[str] = set()
-    for call in (call for node in nodes for call in code.calls(node)):
+    for call in (call for node in nodes for call in calls(node)):
         if program.dotted(call.func).endswith("SFTTrainer"):
             values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
             trained |= {one.id for one in values if isinstance(one, ast.Name)}
@@ -344,7 +353,7 @@ def loaders(draft: Draft) -> set[int]:
     found = {n for n, node in enumerate(nodes) if n == draft.train or code.binds(node) & draft.trained}
     found |= {n for n, node in enumerate(nodes) if isinstance(node, ast.ClassDef) and _makes_trainer(draft, node)}
     while True:  # a function that trains may be called by another one
-        called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
+        called = {one.func.id for n in found for one in calls(nodes[n]) if isinstance(one.func, ast.Name)}
         more = {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called} - found
         if not more:
             return found
@@ -352,7 +361,7 @@ def loaders(draft: Draft) -> set[int]:
 
 
 def _makes_trainer(draft: Draft, node: ast.AST) -> bool:
-    return any(draft.program.dotted(call.func).endswith("SFTTrainer") for call in code.calls(node))
+    return any(draft.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
 
 
 # --- decisions before training ----------------------------------------------------------------------------------------
@@ -402,7 +411,7 @@ def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> 
     """Whether kept statements name the file that a statement writes, or a part of its path. `live`: the names that they
     read, `mentioned`: their literals."""
     node = draft.program.statements[place].node
-    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    paths = [path for call in calls(node) if (path := written_path(call)) is not None]
     names = {path.id for path in paths if isinstance(path, ast.Name)}
     return bool(not paths or names & live or any(is_named(path, draft.program, mentioned) for path in paths))
 
@@ -426,7 +435,7 @@ def _after(draft: Draft) -> None:
     live: set[str] = set()
     for place in reversed(places):
         node, e = program.statements[place].node, program.effects[place]
-        made = (e.binds | e.may_bind) - code.own_targets(node)
+        made = e.all_binds - code.own_targets(node)
         if is_import(node):
             continue
         if _is_export(draft, place) or made & live or (e.changes & live and leave_out.reason(draft, place) is None):
@@ -446,10 +455,10 @@ def _after(draft: Draft) -> None:
             draft.decisions[place] = Decision(outcome="kept", where=AFTER)
             continue
         why = "unused import" if is_import(statement.node) else "after training, so not part of it"
-        if any(code.is_push(program, call) for call in code.calls(statement.node)):
+        if any(code.is_push(program, call) for call in calls(statement.node)):
             why = code.to_publish(statement.node)
             draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif any(code.method(call) in named("exports") for call in code.calls(statement.node)):
+        elif any(method(call) in named("exports") for call in calls(statement.node)):
             why = "nothing that is saved needs it"
             draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         draft.decisions[place] = Decision(outcome="dropped", reason=why)
@@ -457,7 +466,7 @@ def _after(draft: Draft) -> None:
 
 def _undefined(program: Program, place: int) -> set[str]:
     """Names that a statement needs and that nothing defines."""
-    defined = {name for effect in program.effects for name in effect.binds | effect.may_bind}
+    defined = {name for effect in program.effects for name in effect.all_binds}
     return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
 
 
@@ -466,11 +475,11 @@ _GIVEN = frozenset(dir(builtins)) | {"display", "get_ipython", "__shell__", "__f
 
 def _is_export(draft: Draft, place: int) -> bool:
     node = draft.program.statements[place].node
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+    if isinstance(node, DEFINITIONS):
         return False
-    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    called = {call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
     definitions = [draft.program.definition(name) for name in called]
-    pushes = any(code.is_push(draft.program, call) for call in code.calls(node))
+    pushes = any(code.is_push(draft.program, call) for call in calls(node))
     saves = code.saves(node) and not code.only_merges(node)
     return (saves and not (pushes and isinstance(node, ast.Expr))) or any(
         one is not None and code.saves(one) and not _trains(one) for one in definitions

@@ -11,7 +11,7 @@ import re
 
 from finetune.convert.analysis.changes import gives_own_tokenizer
 from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
-from finetune.convert.analysis.names import Program, in_place, is_import, root
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, in_place, is_import, lone_call, method, root
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.notebook.read import Statement
 from finetune.convert.script import rewrite as code
@@ -19,7 +19,6 @@ from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.script.draft import Draft
 from finetune.convert.script.shells import leaves_nothing
 
-DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 FETCHED = "a download that nothing kept uses"
 GENERATED = "a file with values that are left out"
 _OF_LEFT_OUT = "it works on what is left out"
@@ -57,7 +56,7 @@ def reasons(draft: Draft) -> dict[int, str | None]:
 
 def _works_without(draft: Draft, node: ast.stmt) -> bool:
     """Whether a function or class of the notebook does what is left out elsewhere, and changes nothing outside."""
-    names = [draft.program.dotted(call.func) for call in code.calls(node)]
+    names = [draft.program.dotted(call.func) for call in calls(node)]
     account = any(matches("service", name) or matches("account", name) for name in names)
     if not (account or _infers(node) or _draws(draft, node) or _runs_pip(node)):
         return False
@@ -67,7 +66,7 @@ def _works_without(draft: Draft, node: ast.stmt) -> bool:
     changed = [
         one for one in inside if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store)
     ]
-    changed += [call.func for call in code.calls(node) if code.method(call) in named("mutates") | named("casts")]
+    changed += [call.func for call in calls(node) if method(call) in named("mutates") | named("casts")]
     return not _SEEDS.search(ast.unparse(node)) and all(root(one) in local for one in changed)
 
 
@@ -82,7 +81,7 @@ def _add_unused(draft: Draft, found: dict[int, str | None]) -> None:
         node = program.statements[place].node
         if found[place] is not None or not isinstance(node, ast.Assign) or sets_up(draft, node):
             continue
-        plain = not code.calls(node) and all(isinstance(one, ast.Name | ast.Tuple) for one in node.targets)
+        plain = not calls(node) and all(isinstance(one, ast.Name | ast.Tuple) for one in node.targets)
         used = {one for name in code.binds(node) for one in readers.get(name, ()) if one != place}
         only = bool(used) and all(found[one] is not None for one in used) and not code.writes_files(program, node)
         if plain or only:
@@ -107,7 +106,7 @@ def made(draft: Draft, place: int, why: str) -> set[str]:
     node, e = draft.program.statements[place].node, draft.program.effects[place]
     if is_import(node) or why.startswith(_NEVER):
         return set()
-    found = (e.binds | e.may_bind) - code.own_targets(node)
+    found = e.all_binds - code.own_targets(node)
     if why in ("inference", GENERATED):
         found |= code.filled(node)
     elif why != "account or service" and not (why == "display" and isinstance(node, ast.Expr)):
@@ -142,16 +141,16 @@ def reason(draft: Draft, place: int) -> str | None:
 def _of_another_model(draft: Draft, place: int) -> bool:
     """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
     node, e = draft.program.statements[place].node, draft.program.effects[place]
-    touched = (e.binds | e.may_bind | e.changes) - code.own_targets(node)
-    plain = not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    touched = (e.all_binds | e.changes) - code.own_targets(node)
+    plain = not isinstance(node, DEFINITIONS)
     return plain and bool(draft.trained and touched) and touched <= draft.models - draft.trained
 
 
 def sets_up(draft: Draft, node: ast.stmt) -> bool:
     """Whether it loads, adapts or configures what is trained."""
     words = ("SFTTrainer", "train_on_responses_only", "get_peft_model", "setup_chat_format", "add_callback")
-    names = {draft.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+    names = {draft.program.dotted(call.func).rsplit(".", 1)[-1] or method(call) for call in calls(node)}
+    if isinstance(node, DEFINITIONS):
         return False
     loaded = code.binds(node) & draft.models if "from_pretrained" in names else set()
     return bool(names & set(words)) or bool(loaded & draft.trained if draft.trained else loaded)
@@ -161,26 +160,25 @@ def fetched_package(program: Program, node: ast.stmt) -> str | None:
     """The package whose data a statement only downloads: `nltk.download("punkt")`, also where it is not there yet."""
     if not isinstance(node, ast.Expr | ast.Try | ast.If | ast.For):
         return None
-    names = {program.dotted(call.func) for call in code.calls(node)} - {"", "print"}
+    names = {program.dotted(call.func) for call in calls(node)} - {"", "print"}
     packages = {name.split(".")[0] for name in names}
     return packages.pop() if len(packages) == 1 and any(matches("fetches", name) for name in names) else None
 
 
 def _left_to_you(draft: Draft, statement: Statement) -> str | None:
-    call = statement.node.value if isinstance(statement.node, ast.Expr) else None
-    remedy = explained("left to you").get(draft.program.dotted(call.func)) if isinstance(call, ast.Call) else None
+    call = lone_call(statement.node)
+    remedy = None if call is None else explained("left to you").get(draft.program.dotted(call.func))
     return None if remedy is None else f"left to you: {remedy}"
 
 
 def _cleaning(draft: Draft, statement: Statement) -> str | None:
     """`shutil.rmtree("outputs")`, of the trainer's own folder."""
     node = statement.node
-    calls = [call for call in code.calls(node) if draft.program.dotted(call.func) == "shutil.rmtree"]
-    paths = [call.args[0] for call in calls if call.args]
+    paths = [one.args[0] for one in calls(node) if draft.program.dotted(one.func) == "shutil.rmtree" and one.args]
     alone = isinstance(node, ast.Expr) or isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse
     if len(paths) != 1 or not alone:
         return None
-    configs = (one for each in draft.program.statements for one in code.calls(each.node) if _configures(one))
+    configs = (one for each in draft.program.statements for one in calls(each.node) if _configures(one))
     if ast.unparse(paths[0]) not in {ast.unparse(value) for one in configs for value in _folders(one)}:
         return None
     return "left to you: a run moves the files of an earlier one aside, and deletes nothing"
@@ -230,7 +228,7 @@ _TRACKER = re.compile(r"\b(?>\w*?(?:Wandb|Comet|MLflow|Neptune|ClearML|DVCLive|D
 def _is_tracker(program: Program, node: ast.stmt) -> bool:
     """Whether it makes or adds a tracker's callback, which logs to an account: `trainer.add_callback(Samples(...))`."""
     call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
-    if not isinstance(call, ast.Call) or (isinstance(node, ast.Expr) and code.method(call) != "add_callback"):
+    if not isinstance(call, ast.Call) or (isinstance(node, ast.Expr) and method(call) != "add_callback"):
         return False
     given = call.args if isinstance(node, ast.Expr) else [call]
     values = [value for one in given for value in program.values.get(getattr(one, "id", ""), [one])]
@@ -248,16 +246,13 @@ def _adds_path(program: Program, node: ast.stmt) -> bool:
     """`sys.path.append(folder)`, also under an `if`. `modules.refuse_missing` finds what is imported from there."""
     if isinstance(node, ast.If) and not node.orelse:
         return all(_adds_path(program, one) for one in node.body)
-    call = node.value if isinstance(node, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call)
-        and re.fullmatch(r"sys\.path\.(append|insert|extend)", program.dotted(call.func)) is not None
-    )
+    call = lone_call(node)
+    return call is not None and bool(re.fullmatch(r"sys\.path\.(append|insert|extend)", program.dotted(call.func)))
 
 
 def _account(draft: Draft, statement: Statement) -> str | None:
     node = statement.node
-    names = [draft.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
+    names = [draft.program.dotted(call.func) or ast.unparse(call.func) for call in calls(node)]
     if any(matches("account", name) or _LOGIN.search(name) for name in names):
         return "account or service"
     made = draft.program.dotted(node.value.func) if isinstance(getattr(node, "value", None), ast.Call) else ""  # type: ignore[attr-defined]
@@ -276,7 +271,7 @@ def _device(draft: Draft, statement: Statement) -> str | None:
         return "each rank has its own device"
     if call is None:
         return None
-    name, last = draft.program.dotted(call.func), code.method(call)
+    name, last = draft.program.dotted(call.func), method(call)
     own = root(call.func) in draft.models or any(root(one) in draft.models for one in call.args)
     if name == "torch.cuda.set_device":
         return "each rank has its own device"
@@ -290,9 +285,9 @@ def _device(draft: Draft, statement: Statement) -> str | None:
 
 def _saving_early(draft: Draft, statement: Statement) -> str | None:
     node = statement.node
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        of_role = root(node.value.func) in draft.roles and code.saves(node)
-        if of_role or code.is_push(draft.program, node.value):
+    if (call := lone_call(node)) is not None:
+        of_role = root(call.func) in draft.roles and code.saves(node)
+        if of_role or code.is_push(draft.program, call):
             return "saved before training; do this once, outside the script"
     return None
 
@@ -312,7 +307,7 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
         return None
     if _STATISTICS.search(text):
         return "memory and time statistics"
-    if any(draft.program.dotted(call.func) == "accelerate.Accelerator" for call in code.calls(node)):
+    if any(draft.program.dotted(call.func) == "accelerate.Accelerator" for call in calls(node)):
         return "a trainer has an Accelerator of its own"
     return "display" if _only_computes(draft, node) or _draws(draft, node) else None
 
@@ -322,16 +317,13 @@ def _only_computes(draft: Draft, node: ast.stmt) -> bool:
     known = {*_PURE, *draft.tokenizers}
 
     def computes(call: ast.Call) -> bool:
-        method = code.method(call)
         if isinstance(call.func, ast.Name):
             return call.func.id in known
-        return (
-            method not in draft.program.methods
-            and (method in named("looks") or hasattr(str, method))
-            and not in_place(call)
-        )
+        name = method(call)
+        looks = name in named("looks") or hasattr(str, name)
+        return looks and name not in draft.program.methods and not in_place(call)
 
-    return isinstance(node, ast.Expr) and all(map(computes, code.calls(node)))
+    return isinstance(node, ast.Expr) and all(map(computes, calls(node)))
 
 
 def _infers(node: ast.stmt) -> bool:
@@ -341,15 +333,13 @@ def _infers(node: ast.stmt) -> bool:
 
 def _draws(draft: Draft, node: ast.stmt) -> bool:
     """Whether it uses a package that draws, which a script may not have: `plt.show()`, `df["n"].hist()`."""
-    packages = {draft.program.dotted(call.func).split(".")[0] for call in code.calls(node)}
-    return bool(packages & named("shows")) or any(
-        code.method(one) in ("plot", "hist", "boxplot") for one in code.calls(node)
-    )
+    packages = {draft.program.dotted(call.func).split(".")[0] for call in calls(node)}
+    return bool(packages & named("shows")) or any(method(one) in ("plot", "hist", "boxplot") for one in calls(node))
 
 
 def _own_file(draft: Draft, node: ast.stmt) -> bool:
     """Whether it opens a notebook."""
-    opened = [call.args[0] for call in code.calls(node) if ast.unparse(call.func).endswith("open") and call.args]
+    opened = [call.args[0] for call in calls(node) if ast.unparse(call.func).endswith("open") and call.args]
     names = {one.id for path in opened for one in ast.walk(path) if isinstance(one, ast.Name)}
     parts = [*opened, *(value for name in names for value in draft.program.values.get(name, ()))]
     texts = [one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]

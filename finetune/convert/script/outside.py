@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from finetune.convert.analysis.names import Program
+from finetune.convert.analysis.names import Program, calls
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script import rewrite as code
@@ -27,7 +27,7 @@ def refuse_outside(draft: Draft) -> None:
     _refuse_dependence(draft.program, before - loaders(draft), "the statements before training", gone)
     for place in before:
         statement = draft.program.statements[place]
-        for call in code.calls(statement.node):
+        for call in calls(statement.node):
             name = draft.program.dotted(call.func)
             if remedy := explained("unsafe").get(name):
                 raise Refusal("R4", f"`{name}` cannot run on several ranks; {remedy}", statement.cell)
@@ -52,8 +52,8 @@ def _refuse_dependence(program: Program, places: set[int], what: str, left_out: 
     have."""
     for place in sorted(places):
         statement = program.statements[place]
-        for node in ast.walk(statement.node):
-            if isinstance(node, ast.Call) and node not in left_out and (why := _dependence(program, node)):
+        for call in calls(statement.node):
+            if call not in left_out and (why := _dependence(program, call)):
                 raise Refusal("R4", f"{what} depend on {why}", statement.cell)
         if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
             raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from finetune.convert.analysis.environment import MODEL_FLAGS, of_launcher
-from finetune.convert.analysis.names import Program, effects, root, target_names, written_path
+from finetune.convert.analysis.names import (
+    DEFINITIONS,
+    Program,
+    calls,
+    effects,
+    lone_call,
+    method,
+    root,
+    target_names,
+    written_path,
+)
 from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script.arguments import CONFIGS
@@ -108,7 +118,7 @@ class Rewriter(ast.NodeTransformer):
         return node
 
     def _is_left_out(self, node: ast.stmt) -> bool:
-        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        call = lone_call(node)
         if call is not None and is_push(self.program, call):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: {to_publish(node)}")
             self.reasons.append("nothing is published by a script")
@@ -314,10 +324,6 @@ def _secret(program: Program, node: ast.expr) -> ast.expr | None:
     return expression("os.environ.get(NAME)", NAME=node.args[0])
 
 
-def calls(node: ast.AST) -> list[ast.Call]:
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-
-
 _PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
 
 
@@ -338,10 +344,6 @@ def _command(call: ast.Call) -> str | None:
         return None
     words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
     return " ".join(str(word) for word in words)
-
-
-def method(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def is_push(program: Program, call: ast.Call) -> bool:
@@ -380,7 +382,7 @@ def runs_together(node: ast.AST) -> bool:
 
 def writes_files(program: Program, node: ast.stmt) -> bool:
     """Whether running the statement writes a file; functions of the notebook that it calls count."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, DEFINITIONS):
         return False
     if any(written_path(call) is not None or method(call) in _DUMPS for call in calls(node)):
         return True
@@ -424,8 +426,7 @@ def reads(node: ast.stmt) -> set[str]:
 
 
 def binds(node: ast.stmt) -> set[str]:
-    e = effects(node)
-    return e.binds | e.may_bind
+    return effects(node).all_binds
 
 
 def filled(node: ast.stmt) -> set[str]:

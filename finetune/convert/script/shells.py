@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from itertools import pairwise
 
+from finetune.convert.analysis.names import calls, lone_call, method
 from finetune.convert.knowledge import matches
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.notebook.secrets import REMOVED
@@ -114,14 +115,12 @@ _SHOWN = re.compile(r"print|str|len|is_\w+|device_count|get_device_\w+|version|g
 
 def _shows(node: ast.stmt) -> bool:
     """`print(torch.__version__)`, `login()`, `HfFolder.save_token("...")`"""
-    call = node.value if isinstance(node, ast.Expr) else None
-    if not isinstance(call, ast.Call):
+    if (call := lone_call(node)) is None:
         return False
     name = ast.unparse(call.func)
     if matches("account", name) or matches("account", f"huggingface_hub.{name}"):
         return True
-    inner = [one.func for one in ast.walk(call) if isinstance(one, ast.Call)]
-    names = [one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in inner]
+    names = [method(one) or getattr(one.func, "id", "") for one in calls(call)]
     return name == "print" and all(_SHOWN.fullmatch(one) for one in names)
 
 

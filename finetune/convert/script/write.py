@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from finetune.convert.analysis.names import Program, is_import
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, is_import, lone_call
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.convert.notebook.secrets import scrub
@@ -69,7 +69,7 @@ def _refuse_list_of_one(draft: Draft) -> None:
     """Refuse (R4) a formatting_func whose result differs between releases, unless the rows may be token ids, which
     TRL takes as they are."""
     for statement in draft.program.statements if not _tokenizes(draft) else ():
-        for call in code.calls(statement.node):
+        for call in calls(statement.node):
             for item in call.keywords if draft.program.dotted(call.func).endswith("SFTTrainer") else ():
                 if item.arg == "formatting_func":
                     _refuse_list(draft.program, item.value)
@@ -239,7 +239,7 @@ def _seed(draft: Draft, arguments: Arguments) -> list[Part]:
     """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
     for place in draft.kept(MAIN):
         node = draft.program.statements[place].node
-        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        call = lone_call(node)
         name = draft.program.dotted(call.func) if call is not None else ""
         if name and any(name == key or name.endswith("." + key) for key in named("seeds") if key != "random.seed"):
             return []
@@ -305,14 +305,14 @@ def _close(found: list[Part], run: list[Part], tail: list[Part]) -> None:
 
 def _is_data(draft: Draft, place: int) -> bool:
     node = draft.program.statements[place].node
-    definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    definition = isinstance(node, DEFINITIONS)
     return not definition and bool(_GUARDED.search(ast.unparse(node)))
 
 
 def _may_wait(draft: Draft, place: int) -> bool:
     """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
     node = draft.program.statements[place].node
-    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    called = {call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
     inside = [one for one in map(draft.program.definition, called) if one is not None]
     return place != draft.train and not any(sets_up(draft, one) or _collective(one) for one in [node, *inside])
 
@@ -339,7 +339,7 @@ def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
         return False
     e = draft.program.effects[place]
     itself = code.reads(node)
-    live = {one for one in (e.binds | e.may_bind) - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
+    live = {one for one in e.all_binds - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
     if live:
         raise Refusal(
             "R4",

@@ -56,13 +56,8 @@ def weights_digest(folder: Path) -> str | None:
     and does not depend on how tensors are split into files. It misses an edit that lies entirely between the samples.
     For other weight files it covers the size and 16 evenly spaced pieces of 1 MiB.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        paths = [folder / name for name in sorted(set(files.read_json(index)["weight_map"].values()))]
-    elif (folder / "model.safetensors").is_file():
-        paths = [folder / "model.safetensors"]
-    else:
-        paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    paths = [folder / name for name in files.safetensors_names(folder) or ()]
+    paths = paths or sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not paths or not all(path.is_file() for path in paths):
         return None
     pieces: list[list[object]] = []

@@ -81,9 +81,7 @@ class BestModel(TrainerCallback):
                 )
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step >= state.max_steps and args.load_best_model_at_end:
             control.should_evaluate = True  # or a better last step would lose to an earlier one
         if control.should_evaluate and self.patience is not None and self.misses + 1 >= self.patience:
@@ -114,9 +112,7 @@ class BestModel(TrainerCallback):
             self.stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._training = False
 
     def ended_at(self, args: TrainingArguments, state: TrainerState, total_steps: int) -> bool:

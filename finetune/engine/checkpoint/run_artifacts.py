@@ -15,7 +15,6 @@ from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_THE_OPTIMIZER = (".pt", ".pth", ".bin")  # files of a checkpoint that only a resumed run reads
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -41,8 +40,7 @@ class TrainedModel:
         """A value of the run's configuration by its dotted name; None if there is none of this type. run.json may come
         from a stranger: nothing in it is trusted to be what it should be."""
         section, _, key = name.partition(".")
-        config = self.record.get("config")
-        values = config.get(section) if isinstance(config, dict) else None
+        values = self.record.get("config", {}).get(section)
         value = values.get(key) if isinstance(values, dict) else None
         return value if type(value) is kind else None
 
@@ -98,34 +96,38 @@ def find_trained_model(given: Path) -> TrainedModel:
         raise UserError(f"no such folder: {given}. Give the output_dir of a run, or a checkpoint in it.")
     if not given.is_dir():
         raise UserError(f"not a folder: {given}. Give the output_dir of a run, or a checkpoint in it.")
+    folder, note = given, None
     if (given / checkpoints.MANIFEST).exists() or given in checkpoints.checkpoints(given.parent):
-        return _checkpoint(given, given, _record(given.resolve().parent))
-    record = _record(given)
-    unfinished = bool(record) and record.get("status") != "done"
-    if unfinished or _weights(given) is None:
-        complete = checkpoints.complete_checkpoints(given)
+        record = _record(given.resolve().parent)
+        _check_complete(given)
+    else:
+        record = _record(given)
+        unfinished = bool(record) and record.get("status") != "done"
+        complete = checkpoints.complete_checkpoints(given) if unfinished or _weights(given) is None else []
         if complete:
-            newest = complete[-1]
+            folder = complete[-1]
             why = f"the run is {_status(record)}" if unfinished else "there is no final model"
-            note = f"{given}: {why}, so its newest complete checkpoint is used: {newest.name}."
-            return _checkpoint(given, newest, record, note)
-    if _weights(given) is None:
-        raise _nothing_trained_error(given, record)
-    return _verified_weights(TrainedModel(given=given, folder=given, adapter=_adapter(given), record=record))
+            note = f"{given}: {why}, so its newest complete checkpoint is used: {folder.name}."
+            _check_complete(folder)
+    if _weights(folder) is None:
+        raise _nothing_trained_error(folder, record)
+    return _verified_weights(
+        TrainedModel(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note)
+    )
 
 
-def _checkpoint(given: Path, folder: Path, record: JsonObject, note: str | None = None) -> TrainedModel:
+def _check_complete(folder: Path) -> None:
+    """Check the sizes and checksums of a checkpoint's files, but for those that only a resumed run reads.
+
+    Raises:
+        UserError: one of them does not match.
+    """
     if why := checkpoints.damage(folder, verify=True, unread=_OF_THE_OPTIMIZER):
         others = [one.name for one in checkpoints.complete_checkpoints(folder.parent) if one != folder]
         raise UserError(
             f"not a complete checkpoint: {folder} ({why}). Give another one (complete in {folder.parent}: "
             f"{', '.join(others) or 'none'}), or the output folder of the run."
         )
-    if _weights(folder) is None:
-        raise _nothing_trained_error(folder, record)
-    return _verified_weights(
-        TrainedModel(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note)
-    )
 
 
 def _record(folder: Path) -> JsonObject:
@@ -143,6 +145,8 @@ def _record(folder: Path) -> JsonObject:
         raise UserError(f"{path} cannot be read: {str(error)[:200]}. Restore it, or remove it.") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} must be a JSON object: it is a {type(found).__name__}. Restore it, or remove it.")
+    if not isinstance(found.get("config", {}), dict):
+        raise UserError(f"{path} is not the record of a run: its config is no object. Restore it, or remove it.")
     return found
 
 
@@ -153,13 +157,11 @@ def _weights(folder: Path) -> list[Path] | None:
         return [file] if file.is_file() else None
     if not (folder / "config.json").is_file():
         return None
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
     try:
-        names = sorted(set(files.read_json(folder / _INDEX)["weight_map"].values()))
-        return [folder / Path(name).name for name in names]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        names = files.safetensors_names(folder)
+    except (OSError, ValueError):
         return None
+    return None if names is None else [folder / name for name in names]
 
 
 def _status(record: JsonObject) -> str:

@@ -52,7 +52,7 @@ def write(
     dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
     planned = plan_files(sizes, file_bytes or _file_bytes(sizes, me.world_size))
-    names = _file_names(stem, len(planned))
+    names = file_names(stem, len(planned))
     for first in range(0, len(planned), me.world_size):  # one file per rank at a time
         wave = planned[first : first + me.world_size]
         kept: dict[str, torch.Tensor] = {}
@@ -67,13 +67,22 @@ def write(
             path = folder / names[first + me.rank]
             _save(kept, path)
             files.sync_file(path)
-    if me.is_main and len(planned) > 1:
-        content = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {key: name for name, keys in zip(names, planned, strict=True) for key in keys},
-        }
-        files.write_json(folder / f"{stem}.safetensors.index.json", content)
+    if me.is_main:
+        write_index(folder, stem, planned, sizes)
     distributed.barrier()
+
+
+def write_index(folder: Path, stem: str, planned: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> None:
+    """Write the index of files, if there are several.
+
+    Args:
+        planned: as `plan_files` returns it for these `sizes`.
+    """
+    if len(planned) > 1:
+        names = file_names(stem, len(planned))
+        where = {key: name for name, keys in zip(names, planned, strict=True) for key in keys}
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        files.write_json(folder / f"{stem}.safetensors.index.json", content)
 
 
 def plan_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
@@ -98,7 +107,8 @@ def _file_bytes(sizes: Mapping[str, int], world_size: int) -> int:
     return FILE_BYTES if total <= ONE_FILE_BYTES else min(FILE_BYTES, math.ceil(total / world_size))
 
 
-def _file_names(stem: str, count: int) -> list[str]:
+def file_names(stem: str, count: int) -> list[str]:
+    """The names of so many files."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -136,11 +146,8 @@ class TensorFiles:
         if single.is_file():
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
             return
-        named = files.read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not all(_is_name(name) for name in named.values()):
-            raise ValueError(f"{index} does not name the files of the tensors")
-        self._file_of = named
-        if missing := [name for name in set(named.values()) if not (folder / name).is_file()]:
+        self._file_of = files.safetensors_index(index)
+        if missing := [name for name in set(self._file_of.values()) if not (folder / name).is_file()]:
             raise FileNotFoundError(f"{folder / missing[0]} is missing")
 
     def __contains__(self, key: str) -> bool:
@@ -171,11 +178,6 @@ class TensorFiles:
         """The tensor, or of a sharded `target` this rank's part, on the host."""
         span = local_rows(target)
         return self.read_full(key) if span is None else self.read_rows(key, *span)
-
-
-def _is_name(name: object) -> bool:
-    """Whether a file name from an index stays in its folder."""
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -68,7 +68,7 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
     names = list(modules)
     linear = [name for name, module in modules.items() if isinstance(module, (torch.nn.Linear, Conv1D))]
     given, saved = config.lora.target_modules, config.lora.modules_to_save or []
-    if missing := [name for name in saved if not _matches(name, names)]:
+    if missing := [name for name in saved if not any(map(expert_targets.matches([name]), names))]:
         raise UserError(_missing_message("lora.modules_to_save", missing, names))
     if targets == "all-linear":
         return
@@ -83,7 +83,8 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
             )
         missing = [] if matched[targets] or experts else [targets]
     else:
-        matched = {target: [modules[name] for name in names if _matches(target, [name])] for target in targets or ()}
+        chosen = {target: filter(expert_targets.matches([target]), names) for target in targets or ()}
+        matched = {target: [modules[name] for name in found] for target, found in chosen.items()}
         missing = [
             target
             for target, found in matched.items()
@@ -92,7 +93,7 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
     if missing and (given is not None or len(missing) == len(matched)):
         raise UserError(_missing_message("lora.target_modules", missing, linear))
     _check_kinds(model, matched, backend, has_experts=bool(stacked))
-    in_full = [module for name, module in modules.items() if any(_matches(one, [name]) for one in saved)]
+    in_full = [module for name, module in modules.items() if expert_targets.matches(saved)(name)]
     beneath = {id(part) for module in in_full for part in module.modules()}
     found = [module for one in matched.values() for module in one]
     if found and all(id(module) in beneath for module in found):
@@ -132,7 +133,7 @@ def is_transposed(model: Model) -> bool:
 def _as_list(targets: str, names: list[str]) -> str:
     """The names of modules that a string lists, such as `q_proj, v_proj`; "" if it lists anything else."""
     parts = [part for part in re.split(r"[\s,;]+", targets) if part]
-    return ", ".join(parts) if all(_matches(part, names) for part in parts) else ""
+    return ", ".join(parts) if all(any(map(expert_targets.matches([part]), names)) for part in parts) else ""
 
 
 def _matches_regex(pattern: str, name: str) -> bool:
@@ -143,10 +144,6 @@ def _matches_regex(pattern: str, name: str) -> bool:
             f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "
             "names, a regular expression that matches full names, or all-linear."
         ) from None
-
-
-def _matches(target: str, names: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 def _missing_message(key: str, targets: list[str], names: list[str], what: str = "module of the model") -> str:

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.engine.preflight import adapter_files, model_files
+from finetune.engine.preflight import adapter_files
 from finetune.errors import UserError
-from finetune.runtime.files import open_regular
+from finetune.runtime.files import open_regular, safetensors_names
 from finetune.runtime.ranks import distributed
 
 BLOCK_BYTES = 1 << 23
@@ -46,12 +46,12 @@ def start(config: Config) -> threading.Thread | None:
 
 
 def weights(folder: Path) -> list[Path]:
-    """The files of `folder` that transformers loads: those of the index, or the only one. There may be others, with the
-    same weights in another format."""
-    index = folder / "model.safetensors.index.json"
-    shards = model_files.read_object(index).get("weight_map") if index.is_file() else None
-    names = {str(name) for name in shards.values()} if isinstance(shards, dict) else {"model.safetensors"}
-    return [folder / name for name in sorted(names) if Path(name).name == name and (folder / name).is_file()]
+    """The files of `folder` that transformers loads. There may be others, with the same weights in another format."""
+    try:
+        names = safetensors_names(folder) or ()
+    except (OSError, ValueError):  # loading reports it
+        return []
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _read(files: list[Path]) -> None:

@@ -64,9 +64,7 @@ class StopOnRequest(TrainerCallback):
         self.stopped = False
         self._flag = distributed.DelayedFlag()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         interrupt.step_ended()
         if self._flag.ask(interrupt.requested()):
             self.stopped = True
@@ -76,9 +74,7 @@ class StopOnRequest(TrainerCallback):
             control.should_training_stop = True
             args.load_best_model_at_end = False  # the run is not over
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._flag.settle()  # no rank leaves while another waits for its answer
 
 
@@ -104,15 +100,11 @@ class Profile(TrainerCallback):
         )
         self._profiler.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

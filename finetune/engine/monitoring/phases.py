@@ -74,9 +74,7 @@ class PhaseTimer(TrainerCallback):
     ) -> None:
         self._mark("optimizer")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._mark(END)
         activity.enter("between steps", state.global_step)
         # transformers synchronizes right after this, to log its loss, so this costs nothing more.

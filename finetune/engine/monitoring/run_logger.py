@@ -173,9 +173,7 @@ class RunLogger(TrainerCallback):
     ) -> None:
         self.monitor.compare_weights()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
         step = self._counter.step(state.global_step - 1, args)
         self._window.add(step)
@@ -306,9 +304,7 @@ class RunLogger(TrainerCallback):
         if step > 0 and not math.isfinite(loss):
             raise RunError(f"The evaluation loss after step {step} is not finite ({loss}). {_LOWER_RATE}")
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._training_since is None:
             return
         if self.dashboard.samples is not None:  # inside the trainer's `evaluate`, so its time counts as evaluation
@@ -349,9 +345,7 @@ class RunLogger(TrainerCallback):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._training_since is not None:
             self.run.training_seconds += time.perf_counter() - self._training_since
             self._training_since = None

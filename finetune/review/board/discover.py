@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.review import run as runs
+from finetune.review.events import PATTERN
 
 BESIDE_EVENTS = (runs.RUN_FILE, f"runs/{runs.RANKS_FILE}", runs.RANKS_FILE, runs.HANG_FILE)
-EVENTS = "*tfevents*"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def find_runs(root: Path) -> list[Found]:
 
 
 def _look(folder: Path, root: Path) -> Found:
-    events = sorted([*folder.glob(EVENTS), *(folder / "runs").rglob(EVENTS)])
+    events = sorted([*folder.glob(PATTERN), *(folder / "runs").rglob(PATTERN)])
     state = []
     for path in [*events, *(folder / name for name in BESIDE_EVENTS)]:
         try:

@@ -28,7 +28,6 @@ def leak(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     of = f" of {read:,}" if read else ""
     return Finding(
         rule="leak",
-        level="warning",
         headline="Evaluation rows are in the training data",
         figures=(
             counted(rows, f"{of} evaluation row".strip()),
@@ -49,7 +48,6 @@ def rows_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     share, limit, sentence, advice = max(found)
     return Finding(
         rule="rows-lost",
-        level="warning",
         headline="Rows of the data are lost",
         figures=(f"{percent(share)} of the rows", f"threshold {percent(limit)}"),
         evidence=" ".join(one[2] for one in found),
@@ -69,7 +67,6 @@ def similar_steps(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     grouped = text(run.at("config.training.train_sampling_strategy")) == "group_by_length"
     return Finding(
         rule="similar-steps",
-        level="warning",
         headline="Steps hold documents of similar length",
         figures=(f"spread {found / random:.1f} times that of a random order", f"threshold {MIX:.1f}"),
         evidence=f"Over steps, the mean document length has a standard deviation of {found:.1f} tokens; in random "

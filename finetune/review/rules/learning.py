@@ -70,7 +70,6 @@ def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     half = "model.dtype: bfloat16; " if dtype == "float16" else ""
     return Finding(
         rule="not-finite",
-        level="warning",
         headline=f"Values are not finite from step {first} on",
         figures=(
             f"NaN or infinite: {counted(sum(map(len, bad.values())), 'value')}",
@@ -148,7 +147,6 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     total = run.steps or found.least_step
     return Finding(
         rule="diverging",
-        level="warning",
         headline="The run diverges: its loss rises",
         figures=(f"loss {number(found.last)} at the end", f"{number(found.least)} at step {found.least_step}"),
         evidence=f"Median loss of the last tenth {number(found.last)}: {found.last / max(found.least, 1e-12):.2f} "
@@ -194,7 +192,6 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     total, most = max(len(losses(run)), 1), _max_norm(run)
     return Finding(
         rule="spikes",
-        level="warning",
         headline="The loss has spikes",
         figures=(f"{len(found)} of {total} losses stand out", f"modified Z-score up to {number(score)}"),
         evidence=f"Spikes at {named(found, 8)}: modified Z-score above {SPIKE_Z:.0f} against the trend, up to "
@@ -228,7 +225,6 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     return Finding(
         rule="frozen",
-        level="warning",
         headline="The weights do not train",
         figures=figures,
         evidence=f"{figures[0]}, {figures[1]}, over {len(series)} losses at a learning rate of up to "
@@ -365,7 +361,6 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     course = f"spikes at {named(spiky)}" if len(spiky) >= SPIKES else f"the loss rose by {height}"
     return Finding(
         rule="clipping",
-        level="warning",
         headline="Nearly all gradients are clipped",
         figures=(f"{percent(share)} of the steps", course),
         evidence=f"{percent(share)} of the steps after warm-up are clipped (threshold {percent(CLIPPED)}): median "
@@ -396,7 +391,6 @@ def updates_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     kept = run.text("master_weights.kind") or "not recorded"
     return Finding(
         rule="updates-lost",
-        level="warning",
         headline="Updates are lost to rounding",
         figures=(f"{percent(share)} of the trained weights unchanged by a step", f"threshold {percent(UNCHANGED)}"),
         evidence=f"In the median recorded step, {percent(share)} of the sampled weights that have a gradient keep "
@@ -426,7 +420,6 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     end = float(series.values[-1])
     return Finding(
         rule="overfitting",
-        level="warning",
         headline=f"The model overfits from step {best} on",
         figures=(f"evaluation loss {number(end)} at the end", f"{number(least)} at step {best}"),
         evidence=f"The evaluation loss was lowest at step {best}, {number(least)}, and is {end / least:.2f} times that "

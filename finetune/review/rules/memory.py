@@ -66,7 +66,6 @@ def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     advice = smaller if is_on and smaller else f"{measure}{', or ' + smaller if smaller else ''}"
     return Finding(
         rule="memory-near-limit",
-        level="warning",
         headline="GPU memory is nearly full",
         figures=(f"fullest GPU {share}", f"{again or 0:.0f} allocator retries"),
         evidence=f"The fullest GPU: {share} of its memory (threshold {percent(FULL)}); {again or 0:.0f} allocator "

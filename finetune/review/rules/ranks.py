@@ -50,7 +50,6 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         gain = f"a step at most {percent(share)} shorter; with whole rows on each GPU, only gradients travel"
     return Finding(
         rule="communication",
-        level="warning",
         headline="Communication between the ranks limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"{what} while nothing is computed for {percent(share)} of the step of {duration(step)} on "
@@ -77,7 +76,6 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         cost = f" A million tokens cost {number(costs[0])} GPU hours on one GPU, {number(costs[1])} on {world}."
     return Finding(
         rule="efficiency",
-        level="warning",
         headline=f"{world} GPUs are little faster than one",
         figures=(f"{speed_up:.2f} times the throughput of `{one.name}`", f"efficiency {percent(share)}"),
         evidence=f"{world} ranks process {speed_up:.2f} times the rows of the one-GPU run `{one.name}`: "
@@ -200,7 +198,6 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     ratio = float(slow[rank]) if np.isfinite(slow[rank]) and slow[rank] < 1 else None
     return Finding(
         rule="throttling",
-        level="warning",
         headline=f"The GPU of {run.ranks.names(rank)} is throttled",
         figures=(f"in {percent(share)} of samples ({reasons})", f"SM clock {clock}"),
         evidence=f"{run.ranks.names(rank)}: throttled in {percent(share)} of samples (threshold {percent(THROTTLED)}), "

@@ -62,7 +62,6 @@ def collapsed(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         coefficient = run.number("settings.model config.router_aux_loss_coef") or 0.0
     return Finding(
         rule="collapsed-routing",
-        level="warning",
         headline="Routing has collapsed: a few experts get all tokens",
         figures=(f"{percent(idle)} of the experts without a token", f"{percent(on_one)} of the tokens on one expert"),
         evidence=f"In the last records {percent(idle)} of the experts of all layers get no token (threshold "

@@ -34,7 +34,6 @@ def data_wait(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     workers = count(run.at("config.training.extra.dataloader_num_workers")) or 0
     return Finding(
         rule="data-wait",
-        level="warning",
         headline="The loader limits the run: GPUs wait for rows" if run.on_gpus else "The loader limits the run",
         figures=(f"data wait {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"A step of {duration(step)} waits {duration(share * step)} for its rows: {percent(share)} "
@@ -71,7 +70,6 @@ def padding(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         advice = f"data.pack_length: {longer:.0f}, as documents fit longer packs better"
     return Finding(
         rule="padding",
-        level="warning",
         headline="Padding takes a large part of the computation",
         figures=(f"padding {percent(share)} of the positions", f"threshold {percent(PADDING)}"),
         evidence=f"{percent(share)} of the positions that were computed hold no token (threshold {percent(PADDING)}).",
@@ -119,7 +117,6 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
     return Finding(
         rule="host-bound",
-        level="warning",
         headline="The host limits the run: it launches kernels no faster than the GPU runs them",
         figures=(f"host lead {percent(lead)} of a step", f"GPU utilization {percent(busy)}"),
         evidence=f"At log steps the host waits {percent(lead)} of a step of {duration(step)} for the GPU (threshold "
@@ -187,7 +184,6 @@ def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     advice, gain = _rarer(run, share, whole)
     return Finding(
         rule="evaluation-share",
-        level="warning",
         headline="Evaluation and saving take a large part of the time",
         figures=(f"{duration(spent or 0.0)} of {duration(whole)}", f"{percent(share)} of the time"),
         evidence=f"Evaluation and saving take {duration(spent or 0.0)} of {duration(whole)}: {percent(share)} "

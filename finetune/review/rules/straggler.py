@@ -39,7 +39,6 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     records = len(timing.own_work_ratios(run))
     return Finding(
         rule="straggler",
-        level="warning",
         headline=f"{_name(run, rank)} holds the others up",
         figures=(
             f"own work {duration(own)} per step against {duration(usual)} on the others",

@@ -33,35 +33,6 @@ NO_PEERS = Setting(
     "peer access behind a host bridge (ACS, IOMMU) hang",
 )
 
-# The settings of the published study (two RTX 4070 Ti SUPER behind a PCIe host bridge), and whether they are used here
-STUDY = (
-    Setting(name="NCCL_P2P_DISABLE", value="1", reason="used if no pair has peer access, as there: see settings()"),
-    Setting(
-        name="NCCL_ALGO",
-        value="Tree",
-        reason="not used: with two ranks a tree equals a ring, and NCCL implements Tree for all-reduce only, so other "
-        "collectives are left without an algorithm. Since 2.24 `allreduce:tree` restricts it to all-reduce",
-    ),
-    Setting(
-        name="NCCL_PROTO",
-        value="Simple",
-        reason="not used: it rules out LL, the protocol with the lowest latency, which small gradients need most. "
-        "NCCL's documentation advises against setting it, except to exclude a protocol suspected of a bug",
-    ),
-    Setting(
-        name="NCCL_BUFFSIZE",
-        value="33554432",
-        reason="not used without a measurement: eight times the default of 4 MiB of GPU memory per channel and pair; "
-        "`finetune bench comm --settings` measures its effect",
-    ),
-    Setting(
-        name="NCCL_NTHREADS",
-        value="16",
-        reason="invalid: allowed values are 64, 128, 256 and 512 (default 512), so 16 cannot have had an effect",
-    ),
-    Setting(name="NCCL_DEBUG", value="INFO", reason="not used: for debugging; it prints hundreds of lines per rank"),
-)
-
 
 def recommend_settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
     """The variables to set before the ranks start; empty if NCCL's defaults are right.

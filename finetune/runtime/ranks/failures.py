@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import re
 import signal
@@ -14,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from finetune.runtime.ranks import distributed, interrupt, launcher, machines, rendezvous, tcp_store
 from finetune.runtime.ranks.machines import Machine
-from finetune.runtime.types import OnFailure, RankStore
+from finetune.runtime.types import OnFailure, RankStore, Stored
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -93,7 +92,7 @@ def announce_interruption(reason: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(Stored):
     """An announced failure."""
 
     rank: int
@@ -109,15 +108,6 @@ class Failure:
         """Such as "rank 1: ..." or, on another machine, "rank 1 on node-b: ..."."""
         where = "" if distributed.ranks().is_local(self.rank) else f" on {self.host}"
         return f"rank {self.rank}{where}: {self.message}"
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Failure:
-        """The inverse of `to_json`."""
-        return cls(**json.loads(text))
 
 
 def own_failure(message: str) -> Failure:

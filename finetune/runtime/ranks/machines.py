@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
-import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from finetune.runtime.types import Stored
 
 # Keep-alive: without an answer, the first probe follows after IDLE seconds, COUNT in all are INTERVAL seconds apart.
 IDLE_SECONDS, INTERVAL_SECONDS, COUNT = 15, 5, 6
@@ -30,7 +31,7 @@ INTERFACES_OF_CONTAINERS = ("docker", "veth", "br-", "virbr", "cni", "flannel", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(Stored):
     """A machine of the run, as its first rank describes it.
 
     name:      host name
@@ -58,15 +59,6 @@ class Machine:
         """Such as "node-b (rank 1)" or "node-b (ranks 8-15)"."""
         last = self.first + self.count - 1
         return f"{self.name} ({f'ranks {self.first}-{last}' if self.count > 1 else f'rank {self.first}'})"
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Machine:
-        """The inverse of `to_json`."""
-        return cls(**json.loads(text))
 
 
 def machine_id() -> str:

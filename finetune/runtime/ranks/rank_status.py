@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from finetune.runtime.ranks import activity
-from finetune.runtime.types import JsonObject
+from finetune.runtime.types import JsonObject, Stored
 
 IN_STEP = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankStatus:
+class RankStatus(Stored):
     """What a rank is doing.
 
     step:        the optimizer step in which it is, or the last complete one between steps; 0 before training
@@ -35,15 +34,6 @@ class RankStatus:
     waited: float = 0.0
     training: bool = False
     old: bool = False
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RankStatus:
-        """The inverse of `to_json`."""
-        return cls(**json.loads(text))
 
     def position(self) -> str:
         """Such as "step 4, phase backward", or "after step 4, phase saving"."""

@@ -1,4 +1,4 @@
-"""The converter's tables: each name stands once, every kind has a use, and the docs print them."""
+"""The converter's tables: each name stands once, and every kind has a use."""
 
 import inspect
 import re
@@ -71,8 +71,3 @@ def test_arguments_are_those_of_the_installed_libraries():
     assert not gone & trainer and set(table) - gone == trainer - {"self"}
     assert {row.now for row in table.values()} - {None, ""} <= trainer
     assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former_names())
-
-
-def test_the_docs_print_the_tables():
-    page = (ROOT / "docs/notebook-rules.md").read_text(encoding="utf-8")
-    assert page == knowledge.page(), "run `make docs`"

@@ -37,7 +37,7 @@ def test_a_pair_is_named_with_what_breaks_and_what_to_do(monkeypatch: pytest.Mon
     """The ones that runs of this package handle are no warning."""
 
     def found_with(**installed: str) -> tuple[str, str]:
-        monkeypatch.setattr(checks, "_installed", lambda name: installed.get(name.replace("-", "_")))
+        monkeypatch.setattr(checks, "installed_version", lambda name: installed.get(name.replace("-", "_")))
         verdict = checks.CHECKS["known bad pairs"](Config(), {"devices": gpus(1)})
         assert verdict is not None
         return verdict
@@ -58,7 +58,7 @@ def test_transformers_and_peft_of_the_table_do_what_it_says() -> None:
     from transformers.integrations import PeftAdapterMixin
 
     pair = known_pairs.PAIRS[0]
-    bad = pair in known_pairs.present(checks._installed, "cpu")
+    bad = pair in known_pairs.present(checks.installed_version, "cpu")
     named = re.findall(r"`(\w+)`", pair.breaks)
     assert len(named) == 6
     for name in named:

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from finetune.config import Config
-from finetune.doctor import checks, record, tested_sets
+from finetune.doctor import checks, tested_sets
 from finetune.runtime import bootstrap
 from tests.helpers import ROOT
 from tests.helpers.doctor import gpus
@@ -42,14 +42,6 @@ def test_every_tested_set_is_in_the_allowed_ranges() -> None:
         for requirement in ranges:
             number = one["versions"].get(requirement.name.replace("-", "_"))
             assert number is None or requirement.specifier.contains(number), f"{name}: {requirement}, not {number}"
-
-
-def test_the_readme_has_the_tested_sets_of_today() -> None:
-    page, sets = (ROOT / "README.md").read_text(encoding="utf-8"), tested_sets.read()
-    assert record.updated(page, sets) == page, "run `make docs`"
-    newest = sets["make test-newest"]
-    (row,) = [line for line in page.splitlines() if line.startswith("| make test-newest |")]
-    assert newest["date"] in row and newest["versions"]["transformers"] in row and newest["versions"]["trl"] in row
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.engine import invariants
-from finetune.engine.invariants import CHECKS, Facts
+from finetune.engine.invariants import CHECKS, Facts, judge
 from finetune.engine.sharding.shard import Sharding
 from finetune.engine.training.recompute import Recomputation
 from finetune.errors import UserError
@@ -58,10 +58,11 @@ SOUND = [facts(0), facts(1)]
 
 
 def test_a_sound_run_passes_all() -> None:
-    assert [check(SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
-    assert [check([replace(one, sharding=SHARDED) for one in SOUND], 1800) for check in CHECKS] == [None] * len(CHECKS)
+    assert [judge(check, SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
+    sharded = [replace(one, sharding=SHARDED) for one in SOUND]
+    assert [judge(check, sharded, 1800) for check in CHECKS] == [None] * len(CHECKS)
     other_machine = replace(facts(1), machine="two", current_device="cuda:0", parameter_devices=["cuda:0"])
-    assert invariants.one_device_per_rank([facts(0), other_machine], 1800) is None
+    assert judge(invariants.one_device_per_rank, [facts(0), other_machine], 1800) is None
 
 
 ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
@@ -93,7 +94,7 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
 )  # fmt: skip
 def test_each_check_fails_alone(check: str, changes: dict, words: str) -> None:
     broken = [facts(0), replace(facts(1), **changes)]
-    failed = {one.__name__: one(broken, 1800) for one in CHECKS}
+    failed = {one.__name__: judge(one, broken, 1800) for one in CHECKS}
     assert words in (failed.pop(check) or "")
     assert not any(failed.values())
 

@@ -16,6 +16,7 @@ def test_a_tag_can_be_shown(metric) -> None:
     assert re.fullmatch(r"[1-9] [a-z]+", group), "TensorBoard sorts groups by name"
     assert len(title) <= 32, "a card cuts longer titles"
     assert not set("()") & set(metric.tag), "custom scalars would show an empty chart"
+    assert metric.unit in ("", "nats", "0-1", "x even", "1/s", "s", "h", "GiB", "MHz", "W", "C", "tokens", "1")
     assert not metric.unit or metric.tag.endswith(f"[{metric.unit}]")
     assert metric.meaning.endswith(".")
 

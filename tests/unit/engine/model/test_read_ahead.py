@@ -33,9 +33,11 @@ def test_one_file_or_those_of_the_index(tmp_path: Path) -> None:
     assert read_ahead.weights(one) == [one / "model.safetensors"]
     parts = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     two = stored(tmp_path / "two", "consolidated.safetensors", *parts)
-    named = {"a": parts[0], "b": parts[1], "c": parts[0], "d": "../one/model.safetensors", "e": "absent.safetensors"}
+    named = {"a": parts[0], "b": parts[1], "c": parts[0], "d": "absent.safetensors"}
     (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
     assert read_ahead.weights(two) == [two / name for name in parts]
+    (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"e": "../one/model.safetensors"}}))
+    assert read_ahead.weights(two) == []
     assert read_ahead.weights(stored(tmp_path / "none")) == []
 
 
@@ -83,7 +85,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_damaged_index_is_left_to_the_loader(tmp_path: Path) -> None:
-    folder = stored(tmp_path / "m", "model.safetensors")
+    folder = stored(tmp_path / "m", "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text("{")
     assert read_ahead.start(config_of(folder)) is None
 

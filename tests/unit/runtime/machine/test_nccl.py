@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from benchmarks.study import published
 from finetune.runtime.machine import hardware, nccl
 from tests.helpers.nvml import Card, install
 
@@ -54,7 +55,7 @@ def test_several_nodes_need_an_interface(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_each_value_of_the_study_is_judged_and_none_that_is_invalid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    study = {one.name: one for one in nccl.STUDY}
+    study = {one.name: one for one in published.SETTINGS}
     assert {name: one.value for name, one in study.items()} == {
         **{"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple", "NCCL_BUFFSIZE": "33554432"},
         **{"NCCL_NTHREADS": "16", "NCCL_DEBUG": "INFO"},
