@@ -191,9 +191,9 @@ def measure(
         from finetune.measure import dry_run, dry_run_modes, longest_row, micro_batch, trial
 
         mode = longest_row.choose(job, None)
-        resolved = job.config = mode.configuration(job.config)
+        resolved = job.config = mode.value.set_in(job.config) if mode.made else job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
-        job.batch = job.batch.divided(size.per_device)
+        job.batch = job.batch.divided(size.value)
         report.print_introduction(job, resume.StartPoint())
         disk_checks.check_space(config, job.model)
         disk_checks.check_saving(job)
@@ -204,7 +204,7 @@ def measure(
                 trying = (prepare or trial.prepare)(job, Path(folder))
                 modes = dry_run_modes.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
                 outcome = dry_run.run_trial(trying, Path(folder), world, modes)
-                resolved = modes.choice.configuration(resolved)
+                resolved = modes.choice.value.set_in(resolved) if modes.choice.made else resolved
     except RunError as error:
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})

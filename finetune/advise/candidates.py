@@ -13,10 +13,9 @@ from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.config.arguments import why_not_in_script
 from finetune.config.load import FINETUNE
-from finetune.config.rules import less_activation_memory
+from finetune.config.rules import Mode, less_activation_memory
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
-from finetune.measure.activations import Mode
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.runtime.command import console
@@ -300,7 +299,7 @@ def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
         found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
     elif not config.training.gradient_checkpointing:
         backend = "transformers" if config.model.backend == "transformers" else "unsloth"
-        ((key, kind),) = less_activation_memory(config, backend)
+        ((key, kind),) = less_activation_memory(config, backend).items()
         arguments = (f"--{key}", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:

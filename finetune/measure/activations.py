@@ -11,37 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from finetune.config.rules import Mode
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime.types import JsonObject
 
 NOISE = 0.02  # two modes whose speed differs by less are equally fast
 RANKS = (2, 4, 8)  # numbers of GPUs that are named for context parallelism
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """How activations are kept, by the two settings that decide it."""
-
-    gradient_checkpointing: str | bool
-    tiled_mlp: bool
-
-    def settings(self) -> JsonObject:
-        """The settings, by key."""
-        return {
-            "training.gradient_checkpointing": self.gradient_checkpointing,
-            "model.tiled_mlp": self.tiled_mlp,
-        }
-
-    @property
-    def text(self) -> str:
-        """The settings as lines of a configuration."""
-        kind = self.gradient_checkpointing
-        tiled = " and model.tiled_mlp: true" if self.tiled_mlp else ""
-        return f"training.gradient_checkpointing: {kind if isinstance(kind, str) else str(kind).lower()}{tiled}"
-
-    def flags(self) -> list[str]:
-        """The settings as arguments of the command line."""
-        return [word for key, value in self.settings().items() for word in (f"--{key}", str(value).lower())]
 
 
 @dataclass(frozen=True, kw_only=True)

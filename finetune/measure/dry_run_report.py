@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.table import Table
 
 from finetune.config import Config
+from finetune.config.rules import Mode
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import strategy
-from finetune.measure.activations import Mode
 from finetune.measure.slices import Sharded
 from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import launch_lines, scripts

@@ -303,7 +303,7 @@ def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[J
     """Write how a job's activations can be kept to the cache.
 
     Args:
-        tried: `activations.Mode` as JSON, of all that were to be measured.
+        tried: `config.rules.Mode` as JSON, of all that were to be measured.
         modes: `activations.Measured` as JSON, of those that the model can have.
     """
     write_json(_modes_file(found), {"kind": "activation modes", "tried": tried, "modes": modes})

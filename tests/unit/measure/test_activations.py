@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.config.rules import Mode
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.measure import activations
-from finetune.measure.activations import Line, Measured, Mode, Point, Rows
+from finetune.measure.activations import Line, Measured, Point, Rows
 
 GIB = 2**30
 PLAIN, FULL = Mode(gradient_checkpointing=False, tiled_mlp=False), Mode(gradient_checkpointing=True, tiled_mlp=False)

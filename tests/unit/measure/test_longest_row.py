@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.config.rules import Mode
 from finetune.data.layout import lay_out
 from finetune.engine.job import model_size
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import dry_run as trial_of
 from finetune.measure import longest_row, measurements, micro_batch, trial
-from finetune.measure.activations import Mode
 from finetune.measure.measurements import Measurement
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny

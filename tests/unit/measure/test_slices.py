@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from finetune.config import load
+from finetune.config.rules import Mode
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import dry_run_slices, measurements, sharding, slices
-from finetune.measure.activations import Line, Measured, Mode, Point
+from finetune.measure.activations import Line, Measured, Point
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
 from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
