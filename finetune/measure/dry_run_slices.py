@@ -88,7 +88,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
-    result = sharded_result(found, tokens, world, Longest.read(reports, cut, found, world))
+    result = sharded_result(found, tokens, world, Longest.read(reports, cut))
     result["measurement_file"] = str(slices.save(found))
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
@@ -96,32 +96,32 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """Ways to keep activations in all layers of the model, of which `own` is the job's."""
+    """Ways to keep activations, measured in two slices of the model, of which `own` is the job's."""
 
-    modes: list[Measured]
+    few: list[Measured]
+    more: list[Measured]
+    cut: tuple[int, int]
     rows: Rows
     own: JsonObject
 
     @classmethod
-    def read(
-        cls, reports: Sequence[JsonObject], cut: tuple[int, int], found: slices.Sharded, world: int
-    ) -> Longest | None:
+    def read(cls, reports: Sequence[JsonObject], cut: tuple[int, int]) -> Longest | None:
         """From the dry runs of two slices; None if they ran without a limit of memory."""
         longest = [one["longest_rows"] for one in reports]
         if None in longest:
             return None
         few, more = ([Measured.from_dict(mode) for mode in one["modes"]] for one in longest)
-        modes = slices.whole_modes(few, more, cut, found, world)
-        return cls(modes=modes, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
+        return cls(few=few, more=more, cut=cut, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
 
-    def to_dict(self, room_bytes: float) -> JsonObject:
-        """The modes for the report, of a rank with so much room for a pass."""
-        return activations.to_dict(self.modes, self.rows, room_bytes) | {"own": self.own, "proof": None}
+    def whole(self, found: slices.Sharded, world: int, limit: float) -> list[Measured]:
+        """In all layers, on one of so many ranks."""
+        return slices.whole_modes(self.few, self.more, self.cut, found, world, limit)
 
-    def own_longest(self, room_bytes: float) -> int | None:
+    def own_longest(self, found: slices.Sharded, world: int, limit: float) -> int | None:
         """Tokens of the longest row that fits as the job keeps its activations."""
-        own = next((one for one in self.modes if vars(one.mode).items() <= self.own.items()), None)
-        return None if own is None else own.longest(room_bytes)
+        modes = self.whole(found, world, limit)
+        own = next((one for one in modes if vars(one.mode).items() <= self.own.items()), None)
+        return None if own is None else own.longest(limit)
 
 
 def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Longest | None) -> JsonObject:
@@ -152,7 +152,7 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
                 "fits": limit is None or one.peak_memory_bytes <= limit,
-                "longest_row_tokens": longest and limit and longest.own_longest(slices.room(found, limit, ranks)),
+                "longest_row_tokens": longest and limit and longest.own_longest(found, ranks, limit),
             }
         )
     fitting = [row["world_size"] for row in rows if row["fits"]]
@@ -160,11 +160,12 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     if world not in fitting:
         where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} are not enough either"
         reason = f"the job does not fit on {world} GPUs; {where}"
-    room = None if limit is None else slices.room(found, limit, world)
-    modes = None if longest is None or room is None else longest.to_dict(room)
-    if reason is not None and longest is not None and room is not None and room > 0:
-        settings = activations.remedy(longest.modes, longest.rows, room)
-        reason += "" if settings is None else f"; on {world} it is predicted to fit with {settings}"
+    modes = None
+    if longest is not None and limit is not None:
+        there = longest.whole(found, world, limit)
+        modes = activations.to_dict(there, longest.rows, limit) | {"own": longest.own, "proof": None}
+        if reason is not None and (settings := activations.remedy(there, longest.rows, limit)) is not None:
+            reason += f"; on {world} it is predicted to fit with {settings}"
     kept = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {
         "go": reason is None,
