@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.config.batch import check_whole_rows
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
@@ -84,8 +83,6 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    if config.training.strategy == "shard":
-        check_whole_rows(config.training, "a dry run of a sharded job")
     opening.check_present(config)
     read_ahead.start(config)
     check_one_process()

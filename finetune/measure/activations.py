@@ -159,9 +159,13 @@ def most_frugal(found: Sequence[Measured], limit_bytes: float) -> Measured | Non
     return max((one for one in found if one.line is not None), key=longest, default=None)
 
 
-def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | None:
+def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float, world_size: int = 1) -> str | None:
     """The settings that hold the largest micro-batch, or the number of GPUs that hold it together; None if neither is
-    known to."""
+    known to.
+
+    Args:
+        world_size: that a model is sharded over.
+    """
     if (chosen := fastest(found, rows, limit_bytes)) is not None:
         return chosen.mode.text
     fewest = [(ranks, one) for one in found if (ranks := one.ranks(rows.most, limit_bytes)) is not None]
@@ -169,7 +173,7 @@ def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | N
         return None
     ranks, one = min(fewest, key=lambda pair: pair[0])
     ranks *= rows.shared_by
-    return f"{one.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
+    return f"{one.mode.text}, with training.context_parallel: {ranks} on {-(-world_size // ranks) * ranks} GPUs"
 
 
 def to_dict(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> JsonObject:

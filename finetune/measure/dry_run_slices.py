@@ -136,19 +136,26 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     limit = None if device is None else rules.MEMORY_MARGIN * device
     rows = []
     worlds: set[int] = {*SHARDED_WORLDS, *([world] if world > 1 else [])}
+    backend = "gloo" if device is None else "nccl"
+    shared, exchange, between = whole.shared_by, None, ""
+    if shared > 1:
+        exchange, between = measurements.find_exchange(shared, backend, whole.facts["device"], os.environ)
     for ranks in sorted(worlds):
-        if whole.global_batch_size % (ranks * whole.per_device):
+        groups, rest = divmod(ranks, shared)
+        if rest or whole.global_batch_size % (groups * whole.per_device):
             continue
-        backend = "gloo" if device is None else "nccl"
         curve, source = measurements.find_comm(ranks, backend, whole.facts["device"], os.environ)
-        work = whole.work(ranks, None if str(ranks) in whole.compute_seconds else whole.compute_seconds["1"] / ranks)
-        one = slices.predict(found, work, ranks, curve)
+        if shared > 1:
+            source = f"{source} and {between}"
+        known = curve is not None and (shared == 1 or exchange is not None)
+        seconds = whole.compute_seconds.get(str(groups), whole.compute_seconds["1"] / groups)
+        one = slices.predict(found, whole.work(ranks, seconds), ranks, curve, exchange)
         rows.append(
             {
                 "world_size": ranks,
                 "peak_memory_gib": one.peak_memory_bytes / gib,
                 "step_seconds": one.step_seconds,
-                "exposed_seconds": one.exposed_seconds if curve is not None else None,
+                "exposed_seconds": one.exposed_seconds if known else None,
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
                 "fits": limit is None or one.peak_memory_bytes <= limit,
@@ -164,7 +171,7 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     if longest is not None and limit is not None:
         there = longest.whole(found, world, limit)
         modes = activations.to_dict(there, longest.rows, limit) | {"own": longest.own, "proof": None}
-        if reason is not None and (settings := activations.remedy(there, longest.rows, limit)) is not None:
+        if reason is not None and (settings := activations.remedy(there, longest.rows, limit, world)) is not None:
             reason += f"; on {world} it is predicted to fit with {settings}"
     kept = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {

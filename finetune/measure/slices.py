@@ -27,7 +27,7 @@ from finetune.config import Config
 from finetune.measure import measurements, sharding
 from finetune.measure.activations import Measured, Point
 from finetune.measure.measurements import Measurement
-from finetune.measure.predict import Curve, Prediction, Work
+from finetune.measure.predict import Curve, Prediction, Work, exchange_seconds
 from finetune.runtime.files import read_json, write_json
 from finetune.runtime.types import JsonObject
 
@@ -116,7 +116,7 @@ class Sharded:
     def kept_bytes(self, world_size: int) -> float:
         """What one of `world_size` ranks holds throughout a step, its accumulated gradients included."""
         kept = sharding.kept_bytes(self.sizes, world_size, self.stored)
-        accumulates = self.whole.global_batch_size > world_size * self.whole.per_device
+        accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
         return kept
@@ -159,6 +159,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
     added = Counter(more.gradient_bytes) - Counter(few.gradient_bytes)
     repeats = (layers - slices[1]) / (slices[1] - slices[0])
     gradients = [*more.gradient_bytes, *(size for size, count in added.items() for _ in range(round(count * repeats)))]
+    sent = {size: number for size, number in few.exchanges}
     facts = more.facts | {
         "model.model_name_or_path": model,
         "the size of the model": [
@@ -178,6 +179,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
             for world, seconds in more.compute_seconds.items()
         },
         gradient_bytes=gradients,
+        exchanges=[[size, line(sent.get(size, 0.0), number)] for size, number in more.exchanges],
     )
 
 
@@ -220,16 +222,22 @@ def from_slices(
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) -> Prediction:
+def predict(
+    found: Sharded, work: Work, world_size: int, curve: Curve | None, all_to_all: Curve | None = None
+) -> Prediction:
     """A sharded run at one world size.
 
     Args:
         work: one rank's share of the computation.
         curve: of an all-reduce at that world size; None predicts the step without communication.
+        all_to_all: of the ranks that share each row; None predicts it without their exchanges.
     """
     exposed = communication = 0.0
     if curve is not None and world_size > 1:
         exposed, communication = communication_seconds(found, work, curve)
+    if all_to_all is not None:
+        exposed += (exchanged := exchange_seconds(work, all_to_all))
+        communication += exchanged
     optimizer = work.optimizer_seconds / world_size  # each rank updates its part
     step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
     return Prediction(
@@ -319,7 +327,9 @@ def whole_modes(
             seconds, later = one.seconds(tokens, tokens**2), other.seconds(tokens, tokens**2)
             seconds = max(seconds + share * (later - seconds), later)
             points.append(Point(tokens=tokens, peak_bytes=peak(tokens), seconds=seconds))
-        host = other.host_tokens and other.host_tokens * slices[1] // (found.layers * world_size)
+        # Ranks that share rows have shared the host already.
+        others = found.layers * world_size // found.whole.shared_by
+        host = other.host_tokens and other.host_tokens * slices[1] // others
         # The cost of a token is a line over the number of layers, that of a squared one is a multiple of it.
         costs = [n / part.square_cost for n, part in zip(slices, (one, other), strict=True)]
         cost = found.layers / (costs[0] + share * (costs[1] - costs[0]))

@@ -195,7 +195,7 @@ def measured(layers: int) -> Measurement:
         compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
         steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
         active_parameters=100 + 3 * layers, trainable_parameters=10 * layers,
-        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
+        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32", exchanges=[[64.0, 3.0 * layers]],
         as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
     )  # fmt: skip
 
@@ -255,6 +255,8 @@ def test_memory_of_a_rank() -> None:
     assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
     alone = replace(once, whole=replace(once.whole, global_batch_size=2))
     assert alone.peak_bytes(2) == sharded().peak_bytes(2)
+    shared = replace(alone, whole=replace(alone.whole, shared_by=2))  # one group: both rows after each other
+    assert shared.peak_bytes(2) == once.peak_bytes(2)
 
 
 def test_memory_of_adams_states_in_8_bits() -> None:
@@ -323,6 +325,9 @@ def test_what_is_gathered_and_what_of_it_shows() -> None:
 
 def test_a_step_of_several_ranks() -> None:
     found, work = sharded(), measured(4).work(2)
+    exchange = Curve(points=((1.0, 2.0), (1e9, 2.0)))
+    sharing = replace(work, exchanges=((100.0, 12.0),))
+    assert slices.predict(found, sharing, 2, None, exchange).exposed_seconds == 12 * 2
     one = slices.predict(found, work, 2, None)
     assert one.step_seconds == pytest.approx(work.compute_seconds + work.optimizer_seconds / 2 + work.other_seconds)
     assert one.peak_memory_bytes == found.peak_bytes(2)
@@ -367,6 +372,11 @@ def test_the_longest_row_is_where_the_peak_of_a_rank_is_the_limit() -> None:
         assert whole.seconds(40, 1600) == pytest.approx(40 * (1 + found.layers) + 1600 * found.layers / 8)
         assert (plain.longest(limit) or 0) < longest and plain.held_bytes == peak(0, 20)
     assert slices.whole_modes(few, more, (2, 4), found, 2, peak(0, 3) - 1) == []  # the model fills it
+    # All layers are kept in the host, which 8 ranks share; of ranks that share rows it was divided before.
+    more = [replace(one, host_tokens=800) for one in more]
+    shared = replace(found, whole=replace(found.whole, shared_by=2))
+    hosts = [slices.whole_modes(few, more, (2, 4), one, 8, 1e6)[0].host_tokens for one in (found, shared)]
+    assert hosts == [800 // 8, 800 // 4]
 
 
 def test_activations_come_from_what_is_saved() -> None:
