@@ -98,8 +98,7 @@ def run(argv: list[str]) -> int:
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
     advice, plan = advise_configuration(config, options, machine, bench, base, given)
-    sharded = config.training.strategy == "shard"  # `auto` decides that by other advice
-    write(None if sharded else given_config, options, machine, advice, plan)
+    write(given_config, options, machine, advice, plan)
     return DONE
 
 
@@ -113,6 +112,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     if options.rules:
         return rules_of_script(script, options)
     from finetune.advise.candidates import DryRunner
+    from finetune.advise.prediction import check_devices
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
@@ -124,6 +124,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
             write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
         return FAILED
     config = Config.from_dict(base.config)
+    check_devices(config, machine)
     bench.devices, bench.trainer = 1, base.script == scripts.TRAINER
     # As for a configuration, all numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched, training = strategy.largest_world(config, here), config.training
@@ -252,7 +253,7 @@ def write(
     from finetune.advise import launch
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
-    if config is not None:
+    if config is not None and config.training.strategy != "shard":  # `auto` decides that by other advice
         write_json(strategy.advice_file(config, machine.count), kept)
     if options.out is not None:
         launch.write(options.out, plan, advice["reason"])

@@ -107,7 +107,7 @@ def describe(row: Row) -> str:
     """One sentence on several devices: why or why not, and from which length of the run."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
     text = f"{counted(row.world_size, 'device')}: {place}{row.reason}"
-    if row.prediction is not None and row.break_even_steps is not None:
+    if row.prediction is not None and row.break_even_steps:  # 0: both start up as long
         first, steps = math.ceil(row.break_even_steps), row.prediction.steps
         text += f". They finish first in runs of {counted(first, 'step')} or more; this run has {steps:,.0f}"
     if row.price_of_an_hour_saved is not None:

@@ -25,6 +25,7 @@ from finetune.measure import (
 from finetune.measure.activations import Measured, Rows
 from finetune.measure.measurements import Measurement
 from finetune.redact import redact_tree
+from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import probe
@@ -75,13 +76,16 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                         environment={slices.VARIABLE: "1"},
                     )
                 )
-    refused = next((one for one in reports if not one["go"]), None)
+    count, refused = next(((n, one) for n, one in zip(cut, reports, strict=True) if not one["go"]), (0, None))
     line = dry_run_report.launch_line(world)
+    about = {"config": config.to_dict(), "script": scripts.trains_by()}
     if refused is not None:
-        reason = f"{counted(cut[0], 'layer')} of {layers} already fail: {refused['reason']}"
+        reason = f"{counted(count, 'layer')} of {layers} already fail: {refused['reason']}"
         print_line(f"NO-GO: {reason}", style="red")
+        if refused.get("out_of_memory"):
+            about |= {"sharded": {"rows": []}}
         if config.json:
-            write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line}))
+            write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line, **about}))
         return FAILED
     few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
     once = shard.would_reduce_once(config)
@@ -89,7 +93,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
     result = sharded_result(found, tokens, world, Longest.read(reports, cut))
-    result["measurement_file"] = str(slices.save(found))
+    result |= {"measurement_file": str(slices.save(found)), **about}
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
 

@@ -395,6 +395,17 @@ def test_a_sharded_job_whose_rows_ranks_share_is_measured_in_slices_as_one_of_th
     assert seconds["all_to_all"] == pytest.approx(seconds["all_reduce"]) and seconds["all_reduce"] > 4 * 18 * 0.5
 
 
+def test_a_slice_that_fills_the_device_says_so_for_advise(runs: Runs, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "three-layers", hidden=16, layers=3)
+    words = ["--model.model_name_or_path", str(model), "--training.strategy", "shard"]
+    reports = iter([{"go": True}, {"go": False, "reason": "CUDA ran out of memory", "out_of_memory": True}])
+    runs.monkeypatch.setattr(subprocess_dry_run, "run", lambda *_, **__: next(reports))
+    runs.monkeypatch.setattr(sys, "argv", ["finetune", "dryrun", *words])
+    found = dry_run(runs, *words, code=1)
+    assert found["reason"] == "2 layers of 3 already fail: CUDA ran out of memory"
+    assert found["sharded"] == {"rows": []} and found["config"]["training"]["strategy"] == "shard"
+
+
 def test_of_too_few_devices_no_shared_rows_are_measured(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     from finetune import dryrun
 
