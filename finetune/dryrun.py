@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.config.batch import check_whole_rows
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
@@ -84,8 +83,6 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    if config.training.strategy == "shard":
-        check_whole_rows(config.training, "a dry run of a sharded job")
     opening.check_present(config)
     read_ahead.start(config)
     check_one_process()
@@ -191,9 +188,9 @@ def measure(
         from finetune.measure import dry_run, dry_run_modes, longest_row, micro_batch, trial
 
         mode = longest_row.choose(job, None)
-        resolved = job.config = mode.configuration(job.config)
+        resolved = job.config = mode.value.set_in(job.config) if mode.made else job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
-        job.batch = job.batch.divided(size.per_device)
+        job.batch = job.batch.divided(size.value)
         report.print_introduction(job, resume.StartPoint())
         disk_checks.check_space(config, job.model)
         disk_checks.check_saving(job)
@@ -204,7 +201,7 @@ def measure(
                 trying = (prepare or trial.prepare)(job, Path(folder))
                 modes = dry_run_modes.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
                 outcome = dry_run.run_trial(trying, Path(folder), world, modes)
-                resolved = modes.choice.configuration(resolved)
+                resolved = modes.choice.value.set_in(resolved) if modes.choice.made else resolved
     except RunError as error:
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})

@@ -12,11 +12,11 @@ from finetune.advise.verdict import LEAST_GAIN
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.config.arguments import why_not_in_script
+from finetune.config.batch import fewest_ranks
 from finetune.config.load import FINETUNE
-from finetune.config.rules import less_activation_memory
+from finetune.config.rules import Mode, less_activation_memory
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
-from finetune.measure.activations import Mode
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.runtime.command import console
@@ -270,9 +270,9 @@ def _settings(found: Sequence[Improvement]) -> set[str]:
 
 
 def speed(measured: Measurement | None) -> float:
-    """Tokens per second of one device."""
+    """Tokens per second of one device, without communication."""
     assert measured is not None
-    return predict(measured.work(1), 1, None).tokens_per_second
+    return predict(replace(measured.work(measured.shared_by), exchanges=()), 1, None).tokens_per_second
 
 
 def choose_changes(bench: DryRunner, found: Sequence[Improvement]) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
         found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
     elif not config.training.gradient_checkpointing:
         backend = "transformers" if config.model.backend == "transformers" else "unsloth"
-        ((key, kind),) = less_activation_memory(config, backend)
+        ((key, kind),) = less_activation_memory(config, backend).items()
         arguments = (f"--{key}", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
@@ -353,7 +353,7 @@ def micro_batch_size(config: Config, world: int, most: int | None) -> int:
     batch = resolve_batch(config.training, world, config.data)
     if most is None or config.training.gradient_accumulation_steps is not None:
         return batch.per_device
-    share = batch.global_batch_size // world
+    share = batch.per_device * batch.accumulation
     return max(size for size in range(1, min(most, share) + 1) if share % size == 0)
 
 
@@ -370,6 +370,9 @@ def measure_at_world_sizes(
         chosen = chosen or base.per_device
     found: dict[int, Measurement | str] = {}
     for world in world_sizes:
+        if world < (fewest := fewest_ranks(config.training)):
+            found[world] = f"the job runs on {fewest} or more"
+            continue
         try:
             size = micro_batch_size(config, world, chosen)
         except UserError as error:

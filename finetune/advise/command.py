@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.advise.machine import devices_here, warnings
 from finetune.config import Config, fixed_batch_arguments, resolve_batch, with_fixed_batch
-from finetune.config.batch import check_whole_rows
-from finetune.errors import RunError, UserError
+from finetune.config.batch import fewest_ranks
+from finetune.errors import UserError
 from finetune.measure import rules, strategy
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
@@ -24,8 +24,7 @@ from finetune.runtime.types import JsonObject, ScriptTrainer
 if TYPE_CHECKING:
     from finetune.advise.candidates import DryRunner, DryRunResult, Improvement
     from finetune.advise.launch import LaunchPlan
-    from finetune.advise.verdict import Row
-    from finetune.measure.predict import Curve, Work
+    from finetune.measure.predict import Curve
 
 PURPOSE = (
     "Recommend a number of GPUs for your configuration: measure it on one GPU, measure the all-reduce, and predict the"
@@ -67,8 +66,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
     if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
         raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
-    if options.world_sizes is not None:
-        options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one device
     return options, rest, script
 
 
@@ -83,12 +80,13 @@ def run(argv: list[str]) -> int:
     if script:
         return advise_script(script, options)
     config = load_config(rest, command="advise")
-    check_whole_rows(config.training, "finetune advise")
     if options.rules:
         return advise_by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import DryRunner
+    from finetune.advise.prediction import check_devices
 
     machine, given = inspect_machine(options)
+    check_devices(config, machine)
     cores = machine.cpu_cores if machine.device == "cpu" else None
     # All numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched = strategy.largest_world(config, devices_here(machine))
@@ -114,6 +112,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     if options.rules:
         return rules_of_script(script, options)
     from finetune.advise.candidates import DryRunner
+    from finetune.advise.prediction import check_devices
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
@@ -125,6 +124,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
             write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
         return FAILED
     config = Config.from_dict(base.config)
+    check_devices(config, machine)
     bench.devices, bench.trainer = 1, base.script == scripts.TRAINER
     # As for a configuration, all numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched, training = strategy.largest_world(config, here), config.training
@@ -169,38 +169,11 @@ def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Cu
     return machine, given
 
 
-def world_sizes(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) -> list[int]:
-    """The world sizes to predict."""
-    return options.world_sizes or [world for world in (1, 2, 4, 8) if world <= here or world in given]
-
-
-def compare(
-    found: Mapping[int, Work | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
-) -> tuple[list[Row], Row, float]:
-    """All world sizes, the chosen one, and the seconds that several ranks take to connect.
-
-    Raises:
-        RunError: one device could not be measured.
-    """
-    from finetune.advise import candidates, verdict
-    from finetune.measure.predict import buckets
-
-    one, here = found[1], devices_here(machine)
-    if isinstance(one, str):
-        raise RunError(f"One device cannot be measured: {one}")
-    sent = buckets(one.gradients.sizes, one.gradients.cap, one.gradients.first)
-    missing = [world for world in found if 1 < world <= here and world not in given]
-    curves, connecting = candidates.measure_curves(missing, machine, sent)
-    rows = verdict.rows(
-        found,
-        curves | {world: (curve, str(options.comm)) for world, curve in given.items()},
-        here=here,
-        extra_start_up_seconds=connecting,
-        price_per_gpu_hour=options.price_per_gpu_hour,
-    )
-    chosen = verdict.choose(rows, fastest=options.fastest)
-    assert chosen is not None  # one device has been measured
-    return rows, chosen, connecting
+def world_sizes(options: argparse.Namespace, config: Config, here: int, given: Mapping[int, Curve]) -> list[int]:
+    """The world sizes to predict: all are compared with the fewest on which the job runs."""
+    fewest, shared = fewest_ranks(config.training), config.training.context_parallel
+    usual = [world for world in (1, 2, 4, 8) if world > fewest and world % shared == 0]
+    return sorted({fewest, *(options.world_sizes or [world for world in usual if world <= here or world in given])})
 
 
 def advise_configuration(
@@ -212,15 +185,14 @@ def advise_configuration(
     given: Mapping[int, Curve],
 ) -> tuple[JsonObject, LaunchPlan]:
     """Find better settings, predict the world sizes, choose one, and print all of it."""
-    from finetune.advise import candidates, launch, report, verdict
+    from finetune.advise import candidates, launch, prediction, report, shared_rows, verdict
 
     assert base.measured is not None
     better = [] if options.as_given else candidates.improvements(config, bench, base)
     faster = candidates.choose_changes(bench, better)
-    worlds = world_sizes(options, devices_here(machine), given)
+    worlds = world_sizes(options, config, devices_here(machine), given)
     measured = candidates.measure_at_world_sizes(config, bench, base.measured, faster, worlds)
-    found = {w: one if isinstance(one, str) else one.work(w) for w, one in measured.items()}
-    rows, chosen, connecting = compare(found, options, machine, given)
+    rows, chosen, between = prediction.compare(config, measured, options, machine)
     size, others = candidates.split_size(faster)
     settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
@@ -247,17 +219,17 @@ def advise_configuration(
         "notes": [
             *notes,
             *report.active_parameters(one),
-            report.gradients(one),
+            *([] if config.training.strategy == "shard" else [report.gradients(one)]),
             report.learning_rate(config, one.global_batch_size, of_script=bench.trainer),
         ],
-        "start_up_of_ranks_seconds": connecting,
+        "start_up_of_ranks_seconds": between.connecting,
+        "measured_on": prediction.measured_on(config),
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
-    if one.global_batch_size < devices_here(machine):  # some would have no row
-        from finetune.advise import shared_rows
-
+    shares = config.training.context_parallel > 1 and not options.as_given
+    if shares or one.global_batch_size < devices_here(machine):  # some would have no row
         shared = shared_rows.find(config, bench, machine)
-        shared_rows.show(shared)
+        shared_rows.show(shared, config, chosen.prediction)
         advice["shared_rows"] = [candidate.to_dict() for candidate in shared]
     return advice, plan
 
@@ -281,7 +253,7 @@ def write(
     from finetune.advise import launch
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
-    if config is not None:
+    if config is not None and config.training.strategy != "shard":  # `auto` decides that by other advice
         write_json(strategy.advice_file(config, machine.count), kept)
     if options.out is not None:
         launch.write(options.out, plan, advice["reason"])
@@ -294,6 +266,8 @@ def does_not_fit(
 ) -> int:
     """Report what would make the configuration fit. There is no launch line."""
     print_line(f"NO: {base.reason}", style="red")
+    if base.sharded is not None:
+        return sharded_does_not_fit(config, options, bench, base, machine)
     if not base.full:
         return FAILED
     from finetune.advise.candidates import make_fit
@@ -337,10 +311,28 @@ def does_not_fit(
         from finetune.advise import shared_rows
 
         shared = shared_rows.find(config, bench, machine)
-        shared_rows.show(shared)
+        shared_rows.show(shared, config)
         content["shared_rows"] = [one.to_dict() for one in shared]
     if options.json:
         write_json(options.json, content | {"remedies": text})
+    return FAILED
+
+
+def sharded_does_not_fit(
+    config: Config, options: argparse.Namespace, bench: DryRunner, base: DryRunResult, machine: Hardware
+) -> int:
+    """Report which numbers of ranks that share each row would hold a sharded job."""
+    from finetune.advise import shared_rows
+    from finetune.measure.dry_run_report import print_longest_rows
+
+    if base.longest_rows is not None:
+        print_longest_rows(base.longest_rows)
+    shared = shared_rows.find(config, bench, machine)
+    shared_rows.show(shared, config)
+    if options.json:
+        content: JsonObject = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
+        content |= {"longest_rows": base.longest_rows, "shared_rows": [one.to_dict() for one in shared]}
+        write_json(options.json, content)
     return FAILED
 
 
@@ -434,7 +426,7 @@ def advise_by_rules(config: Config, options: argparse.Namespace, gpus: int) -> i
     count = None
     if not config.demo:
         count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
-    launched = strategy.largest_world(config, gpus)
+    launched = max(strategy.largest_world(config, gpus), config.training.context_parallel)
     batch = resolve_batch(config.training, launched, config.data).global_batch_size
     ruling = rules.study2025(count, batch, gpus=gpus)
     text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."

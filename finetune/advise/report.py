@@ -55,7 +55,7 @@ def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) ->
 
 def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
     """The verdict of the rule set study2025, given the predicted efficiency of two devices."""
-    two = next((row.efficiency for row in found if row.world_size == 2), None)
+    two = next((row.efficiency for row in found[1:] if row.world_size == 2), None)
     ruled = rules.study2025(parameters, global_batch_size, two, gpus=max(machine.count, 1))
     return {"verdict": ruled.verdict, "reason": ruled.reason}
 
@@ -70,16 +70,15 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
         print_line(text)
     if advice["longest_rows"] is not None:
         print_longest_rows(advice["longest_rows"])
-    shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
+    shown = Table(title=f"Predicted from {advice['measured_on']}", title_justify="left")
     columns = ["devices", "tokens/s", "whole run", "GiB/rank", "exposed", "efficiency", *(["cost"] if priced else [])]
     for column in columns:
         shown.add_column(column, justify="right")
-    for row in found:
+    for row in sorted(found, key=lambda row: row.world_size):
         shown.add_row(*cells(row, priced), style="bold" if row is chosen else None)
     print_line(shown)
-    for row in found:
-        if row.world_size > 1:
-            print_line(describe(row))
+    for row in found[1:]:
+        print_line(describe(row))
     for text in advice["notes"]:
         print_line(text)
     rule = advice["study2025"]
@@ -108,7 +107,7 @@ def describe(row: Row) -> str:
     """One sentence on several devices: why or why not, and from which length of the run."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
     text = f"{counted(row.world_size, 'device')}: {place}{row.reason}"
-    if row.prediction is not None and row.break_even_steps is not None:
+    if row.prediction is not None and row.break_even_steps:  # 0: both start up as long
         first, steps = math.ceil(row.break_even_steps), row.prediction.steps
         text += f". They finish first in runs of {counted(first, 'step')} or more; this run has {steps:,.0f}"
     if row.price_of_an_hour_saved is not None:

@@ -1,27 +1,27 @@
-"""What `advise` predicts of rows that several GPUs share: for jobs whose rows do not fit one, or that have fewer rows
-in a step than there are GPUs."""
+"""What `advise` predicts of rows that other numbers of GPUs share than the configuration says: for jobs whose rows do
+not fit, that have fewer rows in a step than there are GPUs, or that share rows already."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
-from finetune.advise import candidates, launch
+from finetune.advise import launch, prediction
 from finetune.advise.candidates import PER_DEVICE, DryRunner, DryRunResult
 from finetune.advise.machine import devices_here
+from finetune.advise.verdict import LEAST_GAIN
 from finetune.config import Config
+from finetune.config.batch import fewest_ranks
 from finetune.errors import UserError
-from finetune.measure import measurements, strategy
+from finetune.measure import strategy
 from finetune.measure.activations import RANKS
 from finetune.measure.measurements import Measurement
-from finetune.measure.predict import Prediction, buckets, predict
+from finetune.measure.predict import Prediction
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime.command import print_line
-from finetune.runtime.machine import nccl
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.types import JsonObject
 
@@ -49,31 +49,37 @@ class Candidate:
 
 
 def find(config: Config, bench: DryRunner, machine: Hardware) -> list[Candidate]:
-    """Each number of GPUs that may share a row, measured as one of them; nothing if there is none, or for a script."""
-    here = devices_here(machine)
+    """Each other number of GPUs that may share a row than the job has, measured as one of them; nothing if there is
+    none, or for a script."""
+    here, now = devices_here(machine), config.training.context_parallel
     if machine.device != "cuda" or bench.script:
         return []
-    return [_measure(config, bench, machine, ranks, here) for ranks in RANKS if here % ranks == 0]
+    return [
+        _measure(config, bench, machine, ranks, here) for ranks in (1, *RANKS) if here % ranks == 0 and ranks != now
+    ]
 
 
 def _measure(config: Config, bench: DryRunner, machine: Hardware, ranks: int, here: int) -> Candidate:
-    settings = [SHARED, str(ranks), PER_DEVICE, "1", "--training.gradient_checkpointing", "auto"]
+    settings = [SHARED, str(ranks), PER_DEVICE, "1"]
+    sharded = config.training.strategy == "shard"
+    kept = [] if sharded else ["--training.gradient_checkpointing", "auto"]  # slices do not decide it
     training = replace(config.training, context_parallel=ranks, per_device_train_batch_size=1)
-    world = max(strategy.largest_world(replace(config, training=training), here), ranks)
-    result = bench.try_out(settings)
+    other = replace(config, training=training)
+    world = max(strategy.largest_world(other, here), fewest_ranks(training))
+    result = bench.try_out([*settings, *kept])
     if result.measured is None:
         return Candidate(ranks=ranks, world_size=world, reason=result.reason)
     try:
-        prediction, source = _predict(result.measured, world, ranks, machine)
+        predicted, source = _predict(other, result.measured, world, machine)
     except UserError as error:  # the global batch does not divide, or nothing was measured between GPUs
         return Candidate(ranks=ranks, world_size=world, reason=str(error))
     memory = result.measured.memory_bytes
-    if memory is not None and prediction.peak_memory_bytes > MEMORY_MARGIN * memory:
+    if memory is not None and predicted.peak_memory_bytes > MEMORY_MARGIN * memory:
         reason = f"above the margin of {MEMORY_MARGIN}"
-        return Candidate(ranks=ranks, world_size=world, reason=reason, prediction=prediction, source=source)
-    arguments = [*bench.arguments, SHARED, str(ranks), PER_DEVICE, "1", *_mode(result)]
+        return Candidate(ranks=ranks, world_size=world, reason=reason, prediction=predicted, source=source)
+    arguments = [*bench.arguments, *settings, *([] if sharded else _mode(result))]
     line = launch.plan(world, machine, arguments, None).line
-    return Candidate(ranks=ranks, world_size=world, prediction=prediction, source=source, line=line)
+    return Candidate(ranks=ranks, world_size=world, prediction=predicted, source=source, line=line)
 
 
 def _mode(result: DryRunResult) -> list[str]:
@@ -84,27 +90,29 @@ def _mode(result: DryRunResult) -> list[str]:
     return [*flags, "--model.tiled_mlp", "true"] if tiled else flags
 
 
-def _predict(measured: Measurement, world: int, ranks: int, machine: Hardware) -> tuple[Prediction, str]:
+def _predict(config: Config, measured: Measurement, world: int, machine: Hardware) -> tuple[Prediction, str]:
     """The run on so many GPUs, and what the time of exchanges is from.
 
     Raises:
         UserError: the global batch does not divide, or the collectives could not be measured.
     """
     work = measured.work(world)
-    sent = buckets(work.gradients.sizes, work.gradients.cap, work.gradients.first)
-    both = ("all_reduce", "all_to_all")
-    curves, connecting = candidates.measure_curves(sorted({ranks, world}), machine, sent, both)
-    reduced, why = curves[world]
-    environment = {**os.environ, **{one.name: one.value for one in nccl.recommend_settings(machine)}}
-    exchange, source = measurements.find_exchange(ranks, "nccl", machine.name, environment)
-    if reduced is None or exchange is None:
-        raise UserError(why if reduced is None else source)
-    work = replace(work, start_up_seconds=work.start_up_seconds + connecting)
-    return predict(work, world, reduced, exchange), source
+    between = prediction.collectives([world], measured, machine)
+    reduced, why = between.all_reduce.get(world, (None, ""))
+    if world > 1 and reduced is None:
+        raise UserError(why)
+    if measured.shared_by > 1 and between.all_to_all is None:
+        raise UserError(between.source)
+    work = replace(work, start_up_seconds=work.start_up_seconds + between.connecting)
+    return prediction.predictor(config, [measured], between.all_to_all)(work, world, reduced), between.source
 
 
-def show(found: Sequence[Candidate]) -> None:
-    """Print the candidates, and the launch line of the fastest that fits."""
+def show(found: Sequence[Candidate], config: Config, given: Prediction | None = None) -> None:
+    """Print the candidates, and the launch line of the fastest that fits, if it is faster than the job as given.
+
+    Args:
+        given: of the job, if it fits.
+    """
     if not found:
         return
     shown = Table(title="Rows that several GPUs share, predicted from one of them", title_justify="left")
@@ -120,7 +128,11 @@ def show(found: Sequence[Candidate]) -> None:
     for one in found:
         if one.reason is not None:
             print_line(f"training.context_parallel: {one.ranks}: {one.reason}")
-    if (best := fastest(found)) is not None:
+    best, now = fastest(found), config.training.context_parallel
+    speed = 0.0 if best is None or best.prediction is None else best.prediction.tokens_per_second
+    if given is not None and now > 1 and speed < LEAST_GAIN * given.tokens_per_second:
+        print_line(f"None of these is faster than training.context_parallel: {now}.")
+    elif best is not None:
         print_line(f"The same result with training.context_parallel: {best.ranks} on {best.world_size} GPUs:")
         print_line(f"  {best.line}")
 

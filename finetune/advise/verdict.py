@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.measure.predict import Curve, Prediction, Work, predict
@@ -60,8 +60,11 @@ def rows(
     here: int,
     extra_start_up_seconds: float = 0.0,
     price_per_gpu_hour: float | None = None,
+    fewest: int = 1,
+    predicts: Callable[[Work, int, Curve | None], Prediction] = predict,
+    measured: bool = True,
 ) -> list[Row]:
-    """One row per world size of `by_world_size`, which must include 1, measured.
+    """One row per world size of `by_world_size`, that of `fewest` first.
 
     Args:
         by_world_size: one rank's share of the run, or the reason why it could not be measured.
@@ -69,27 +72,41 @@ def rows(
         here: devices of this machine.
         extra_start_up_seconds: time that several ranks need to connect, on top of the start-up of one.
         price_per_gpu_hour: at least zero; None to leave the cost out.
+        fewest: devices on which the job runs, with a measurement and, of several, a curve.
+        predicts: a run at a world size.
+        measured: whether that many have been measured, so that they need no margin of memory.
     """
-    first = by_world_size[1]
+    first = by_world_size[fewest]
     if isinstance(first, str):
-        raise ValueError(f"one device was not measured: {first}")
-    one = _row(1, first, None, None, here, price_per_gpu_hour)
+        raise ValueError(f"{counted(fewest, 'device')} was not measured: {first}")
+    start_up = first.start_up_seconds + extra_start_up_seconds
+    curve, source = (None, None) if fewest == 1 else curves[fewest]
+    alone = first if fewest == 1 else replace(first, start_up_seconds=start_up)
+    one = _row(fewest, alone, predicts(alone, fewest, curve), source, here, price_per_gpu_hour, measured=measured)
     found = [one]
-    for world in sorted(set(by_world_size) - {1}):
+    for world in sorted(set(by_world_size) - {fewest}):
         work = by_world_size[world]
         curve, source = curves.get(world, (None, "its all-reduce was not measured"))
         if isinstance(work, str) or curve is None:
             reason = work if isinstance(work, str) else source
             found.append(Row(world_size=world, here=world <= here, source=None, reason=reason))
             continue
-        work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
-        row = _row(world, work, curve, source, here, price_per_gpu_hour)
+        work = replace(work, start_up_seconds=start_up)
+        row = _row(world, work, predicts(work, world, curve), source, here, price_per_gpu_hour, measured=False)
         found.append(_compared_with_one(one, row, work, price_per_gpu_hour))
     return found
 
 
-def _row(world: int, work: Work, curve: Curve | None, source: str | None, here: int, price: float | None) -> Row:
-    prediction = predict(work, world, curve)
+def _row(
+    world: int,
+    work: Work,
+    prediction: Prediction,
+    source: str | None,
+    here: int,
+    price: float | None,
+    *,
+    measured: bool,
+) -> Row:
     memory = work.memory_bytes
     return Row(
         world_size=world,
@@ -99,14 +116,13 @@ def _row(world: int, work: Work, curve: Curve | None, source: str | None, here: 
         per_device=work.per_device,
         prediction=prediction,
         efficiency=1.0,
-        # One device has been measured, so it needs no margin.
-        fits=None if memory is None else (world == 1 or prediction.peak_memory_bytes <= MEMORY_MARGIN * memory),
+        fits=None if memory is None else (measured or prediction.peak_memory_bytes <= MEMORY_MARGIN * memory),
         cost=None if price is None else prediction.cost(price),
     )
 
 
 def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> Row:
-    """The row with its comparison to one device."""
+    """The row with its comparison to that of the fewest devices."""
     assert one.prediction and row.prediction
     several, single = row.prediction, one.prediction
     row = replace(
@@ -127,7 +143,7 @@ def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float 
         need = several.peak_memory_bytes / 2**30
         return f"needs {need:.1f} GiB of a GPU's {(memory_bytes or 0) / 2**30:.1f}, above the margin of {MEMORY_MARGIN}"
     if faster <= 1:
-        return f"{world} are slower than one ({faster:.2f} times): {lost}"
+        return f"{world} are slower than {number(one.world_size)} ({faster:.2f} times): {lost}"
     if several.hours >= one.hours:
         return (
             f"this run ends before {world} devices make up for their longer start-up; they break even at "
@@ -145,21 +161,28 @@ def _end(row: Row) -> tuple[float, int]:
 
 def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
     """The world size to launch here: the one whose run ends first, among those with an efficiency of at least 70 % (all
-    if `fastest`). One device is always a candidate; None if not even that can be launched."""
-    candidates = [
-        row
-        for row in found
-        if row.eligible and (row.world_size == 1 or fastest or (row.efficiency or 0.0) >= EFFICIENCY_TO_JUSTIFY)
-    ]
-    return min(candidates, key=_end, default=None)
+    if `fastest`), which the fewest devices have. None if none can be launched."""
+    efficient = [row for row in found if fastest or (row.efficiency or 0.0) >= EFFICIENCY_TO_JUSTIFY]
+    return min((row for row in efficient if row.eligible), key=_end, default=None)
 
 
 def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
-    """The decision and its reason."""
-    if chosen.world_size > 1:
+    """The decision and its reason.
+
+    Args:
+        found: as `rows` gives them.
+    """
+    if chosen is not found[0]:
         return f"{counted(chosen.world_size, 'device')}: {chosen.reason}"
-    others = [row for row in found if row.world_size > 1 and row.here]
+    several = chosen.world_size > 1
+    few = f"{chosen.world_size} devices, the fewest that this job runs on" if several else "one device"
+    others = [row for row in found[1:] if row.here]
     if not others:
-        return "one device: there is no second one"
+        return f"{few}: there are no more" if several else f"{few}: there is no second one"
     nearest = max(others, key=lambda row: row.efficiency or 0.0)
-    return f"one device: with {nearest.world_size}, {nearest.reason}"
+    return f"{few}: with {nearest.world_size}, {nearest.reason}"
+
+
+def number(world_size: int) -> str:
+    """A number of devices in a sentence."""
+    return "one" if world_size == 1 else str(world_size)

@@ -50,13 +50,9 @@ def ranks_to_share_longer_rows(shared: int, gpus: int) -> int | None:
     return next((ranks for ranks in range(2 * shared, gpus + 1, shared) if gpus % ranks == 0), None)
 
 
-def check_whole_rows(training: TrainingConfig, command: str) -> None:
-    """Raises UserError if several GPUs share each row, for a command that cannot predict it."""
-    if training.context_parallel > 1:
-        raise UserError(
-            f"{command} measures whole rows, and training.context_parallel {training.context_parallel} has several "
-            "GPUs share each row. Remove it, or start the run: `finetune train`."
-        )
+def fewest_ranks(training: TrainingConfig) -> int:
+    """The ranks that a job needs: those that share each row, and two that share a model."""
+    return max(training.context_parallel, 2 if training.strategy == "shard" else 1)
 
 
 def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:

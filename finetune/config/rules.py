@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from finetune.config.data_sources import entry_errors
@@ -166,26 +167,54 @@ def checkpointing_kinds(backend: str) -> tuple[str | bool, ...]:
     return ("unsloth", True, False) if backend == "unsloth" else (OFFLOAD, True, SELECTIVE, False)
 
 
-def activation_modes(backend: str) -> list[tuple[str | bool, bool]]:
-    """(training.gradient_checkpointing, model.tiled_mlp) of the ways to keep activations, from the one that computes
-    nothing again to the one that needs the least memory."""
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How activations are kept, by the two settings that decide it."""
+
+    gradient_checkpointing: str | bool
+    tiled_mlp: bool
+
+    def settings(self) -> dict[str, str]:
+        """The settings, by key, as they are written."""
+        kind, tiled = str(self.gradient_checkpointing).lower(), str(self.tiled_mlp).lower()
+        return {"training.gradient_checkpointing": kind, "model.tiled_mlp": tiled}
+
+    @property
+    def text(self) -> str:
+        """The settings as lines of a configuration."""
+        lines = [f"{key}: {value}" for key, value in self.settings().items()]
+        return " and ".join(lines if self.tiled_mlp else lines[:1])
+
+    def flags(self) -> list[str]:
+        """The settings as arguments of the command line."""
+        return [word for key, value in self.settings().items() for word in (f"--{key}", value)]
+
+    def set_in(self, config: Config) -> Config:
+        """The configuration with these settings."""
+        training = replace(config.training, gradient_checkpointing=self.gradient_checkpointing)  # type: ignore
+        return replace(config, training=training, model=replace(config.model, tiled_mlp=self.tiled_mlp))
+
+
+def activation_modes(backend: str) -> list[Mode]:
+    """The ways to keep activations, from the one that computes nothing again to the one that needs the least memory."""
     kinds = checkpointing_kinds(backend)
-    return [*((kind, False) for kind in reversed(kinds)), (kinds[0], True)]
+    modes = [Mode(gradient_checkpointing=kind, tiled_mlp=False) for kind in reversed(kinds)]
+    return [*modes, replace(modes[-1], tiled_mlp=True)]
 
 
-def less_activation_memory(config: Config, backend: str) -> list[tuple[str, str]]:
-    """Keys and values that make a row need less memory, and only take time: the cheapest first.
+def less_activation_memory(config: Config, backend: str) -> dict[str, str]:
+    """Settings that make a row need less memory, and only take time: what the last of `activation_modes` differs in; of
+    a job that computes nothing again, only that it does.
 
     Args:
         backend: that the run uses. A sharded model is trained with transformers.
     """
-    kind = config.training.gradient_checkpointing
-    on_unsloth = backend == "unsloth" and config.training.strategy != "shard"
-    if not kind:
-        return [("training.gradient_checkpointing", "unsloth" if on_unsloth else "true")]
-    offloads = kind == OFFLOAD or kind == "unsloth" and on_unsloth
-    found = [] if offloads else [("training.gradient_checkpointing", "unsloth" if on_unsloth else OFFLOAD)]
-    return found if config.model.tiled_mlp else [*found, ("model.tiled_mlp", "true")]
+    backend = "transformers" if config.training.strategy == "shard" else backend
+    own = Mode(gradient_checkpointing=config.training.gradient_checkpointing, tiled_mlp=config.model.tiled_mlp)
+    wanted = activation_modes(backend)[-1]
+    if not own.gradient_checkpointing:
+        wanted = replace(own, gradient_checkpointing="unsloth" if backend == "unsloth" else True)
+    return {key: value for key, value in wanted.settings().items() if value != own.settings()[key]}
 
 
 def needs_transformers(config: Config) -> str | None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
+from finetune.config.rules import Mode
 from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
 from finetune.engine.session import (
@@ -27,7 +28,7 @@ from finetune.engine.session import (
     recording,
     report,
 )
-from finetune.engine.session.report import ActivationChoice, MicroBatch
+from finetune.engine.session.choice import Choice
 from finetune.errors import RunError
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
@@ -111,8 +112,8 @@ class Door(abc.ABC):
 class Open:
     """What may still be measured before the first step: how activations are kept, and the micro-batch."""
 
-    mode: ActivationChoice
-    size: MicroBatch
+    mode: Choice[Mode]
+    size: Choice[int]
 
     @property
     def searches(self) -> bool:
@@ -145,9 +146,9 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
         disk_checks.check_saving(job)
         upper = door.upper_floors()
         mode = upper.longest_row.choose(job, start.activations)
-        job.config = mode.configuration(job.config)
+        job.config = mode.value.set_in(job.config) if mode.made else job.config
         size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
-        job.batch = job.batch.divided(size.per_device)
+        job.batch = job.batch.divided(size.value)
         door.take_folder(job, start)
         report.print_introduction(job, start)
         report.print_activations(mode)
@@ -207,8 +208,8 @@ def _begin(
 ) -> None:
     """Check and record the trainer, and have it measure before the first step what is open."""
     recording.record_trainer(record, job, trainer, checkpoint)
-    if left.mode.line is not None:  # a script has built its trainer before it was known
-        upper.longest_row.apply(trainer, left.mode.mode)
+    if left.mode.made:  # a script has built its trainer before it was known
+        upper.longest_row.apply(trainer, left.mode.value)
     _note(record, trainer, job, left)
     start_up = startup.current()
 
@@ -216,14 +217,14 @@ def _begin(
         found = left
         if found.mode.searches:
             mode = upper.longest_row.search_before_first_step(job, trainer)
-            job.config = mode.configuration(job.config)
+            job.config = mode.value.set_in(job.config)
             report.print_activations(mode)
             size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
             found = Open(mode=mode, size=size)
         size = found.size
         if size.searches:
             size = upper.micro_batch.search_before_first_step(job, trainer)
-        job.batch = job.batch.divided(size.per_device)
+        job.batch = job.batch.divided(size.value)
         trainer.set_batch(job.batch)
         if size.seconds:
             report.print_micro_batch(job, size)
@@ -242,9 +243,9 @@ def _begin(
 
 def _note(record: RunRecord, trainer: Any, job: Job, found: Open) -> None:
     """Note in run.json, and for checkpoints, what is known of what was open."""
-    activations = found.mode.to_dict()
+    activations = found.mode.to_dict(vars(found.mode.value))
     trainer.manifest |= {"activations": activations}
-    record.update(micro_batch=found.size.to_dict(), activations=activations)
+    record.update(micro_batch=found.size.to_dict({"per_device": found.size.value}), activations=activations)
 
 
 def _record_results(job: Job, record: RunRecord, built: BuiltTrainer, upper: UpperFloors) -> None:

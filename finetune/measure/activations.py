@@ -11,37 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from finetune.config.rules import Mode
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime.types import JsonObject
 
 NOISE = 0.02  # two modes whose speed differs by less are equally fast
 RANKS = (2, 4, 8)  # numbers of GPUs that are named for context parallelism
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """How activations are kept, by the two settings that decide it."""
-
-    gradient_checkpointing: str | bool
-    tiled_mlp: bool
-
-    def settings(self) -> JsonObject:
-        """The settings, by key."""
-        return {
-            "training.gradient_checkpointing": self.gradient_checkpointing,
-            "model.tiled_mlp": self.tiled_mlp,
-        }
-
-    @property
-    def text(self) -> str:
-        """The settings as lines of a configuration."""
-        kind = self.gradient_checkpointing
-        tiled = " and model.tiled_mlp: true" if self.tiled_mlp else ""
-        return f"training.gradient_checkpointing: {kind if isinstance(kind, str) else str(kind).lower()}{tiled}"
-
-    def flags(self) -> list[str]:
-        """The settings as arguments of the command line."""
-        return [word for key, value in self.settings().items() for word in (f"--{key}", str(value).lower())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +159,13 @@ def most_frugal(found: Sequence[Measured], limit_bytes: float) -> Measured | Non
     return max((one for one in found if one.line is not None), key=longest, default=None)
 
 
-def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | None:
+def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float, world_size: int = 1) -> str | None:
     """The settings that hold the largest micro-batch, or the number of GPUs that hold it together; None if neither is
-    known to."""
+    known to.
+
+    Args:
+        world_size: that a model is sharded over.
+    """
     if (chosen := fastest(found, rows, limit_bytes)) is not None:
         return chosen.mode.text
     fewest = [(ranks, one) for one in found if (ranks := one.ranks(rows.most, limit_bytes)) is not None]
@@ -194,7 +173,7 @@ def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | N
         return None
     ranks, one = min(fewest, key=lambda pair: pair[0])
     ranks *= rows.shared_by
-    return f"{one.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
+    return f"{one.mode.text}, with training.context_parallel: {ranks} on {-(-world_size // ranks) * ranks} GPUs"
 
 
 def to_dict(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> JsonObject:

@@ -90,7 +90,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         facts |= {"longest_rows": modes.to_dict(), "fits_with": modes.fits_with()}
         return TrialResult(go=False, reason=reason, measured=facts)
-    if (own := modes.of(modes.choice.mode)) is not None:
+    if (own := modes.of(modes.choice.value)) is not None:
         modes.note_proof(own, measured.peak_memory_bytes)
     rows = trial.job.layout, trial.job.batch.per_device
     kept = saved_bytes(trainer, *rows) if slices.is_slice() else None

@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from finetune.config.rules import Mode
+from finetune.engine.session.choice import Choice
+from finetune.engine.session.report import activations_line
 from finetune.errors import RunError
 from finetune.measure import activations, longest_row, micro_batch, slices
-from finetune.measure.activations import Measured, Mode, Rows
-from finetune.measure.longest_row import ModeChoice
+from finetune.measure.activations import Measured, Rows
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.measure.trial import Trial
 from finetune.runtime.command import console
@@ -34,7 +36,7 @@ class TrialModes:
 
     trial: Trial
     rows: Rows
-    choice: ModeChoice
+    choice: Choice[Mode]
     every: bool = False
     found: list[Measured] = field(default_factory=list)
     proof: JsonObject | None = None
@@ -52,15 +54,15 @@ class TrialModes:
         began = time.perf_counter()
         job = trial.job
         every = self.every or self.choice.searches or slices.is_slice()
-        self._measure(longest_row.ladder(job) if every else [self.choice.mode])
+        self._measure(longest_row.ladder(job) if every else [self.choice.value])
         if self.choice.searches:
             try:
                 self.choice = longest_row.decide(self.rows, self.found, limit)
             except RunError as error:
                 raise DoesNotFit(str(error)) from None
-            job.config = self.choice.configuration(job.config)
-        longest_row.apply(trial.trainer, self.choice.mode)
-        own = self.of(self.choice.mode)
+            job.config = self.choice.value.set_in(job.config)
+        longest_row.apply(trial.trainer, self.choice.value)
+        own = self.of(self.choice.value)
         points = own.points if own is not None else ()
         compiling = sum((one.first_seconds or one.seconds) - one.seconds for one in points)  # as a run will, too
         elapsed = time.perf_counter() - began
@@ -86,7 +88,7 @@ class TrialModes:
 
     def may_fit(self, per_device: int) -> bool:
         """Whether a micro-batch of so many rows may fit, by the line of the job's mode."""
-        own, limit = self.of(self.choice.mode), self.trial.memory.limit_bytes
+        own, limit = self.of(self.choice.value), self.trial.memory.limit_bytes
         if own is None or own.line is None or limit is None:
             return True
         tokens = self.rows.most / self.trial.job.batch.per_device * per_device
@@ -145,7 +147,11 @@ class TrialModes:
             return None
         order = longest_row.ladder(self.trial.job)
         found = sorted(self.found, key=lambda one: order.index(one.mode) if one.mode in order else -1)
-        own = {"own": self.choice.to_dict(), "line": self.choice.line, "proof": self.proof}
+        own = {
+            "own": self.choice.to_dict(vars(self.choice.value)),
+            "line": activations_line(self.choice),
+            "proof": self.proof,
+        }
         return activations.to_dict(found, self.rows, limit) | own
 
     def fits_with(self) -> list[str] | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.table import Table
 
 from finetune.config import Config
+from finetune.config.rules import Mode
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure import strategy
-from finetune.measure.activations import Mode
 from finetune.measure.slices import Sharded
 from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import launch_lines, scripts
@@ -158,10 +158,7 @@ def notes(measured: JsonObject) -> list[str]:
     sizes, memory = measured["micro_batch_search"], measured["memory"]
     lines = []
     if (shared := measured["projection"].get("shared_by", 1)) > 1:
-        lines.append(
-            f"Measured as one of {shared} ranks that share each row: with its part of the tokens, and in attention of "
-            "the heads. Nothing is exchanged with other ranks, so losses are not those of a run."
-        )
+        lines.append(f"{_as_one_of(shared)} Nothing is exchanged with other ranks, so losses are not those of a run.")
     if not sizes["attempts"]:
         lines.append(f"Micro-batch size: {sizes['reason']}.")
     elif sizes["largest_that_fits"] is None:
@@ -182,6 +179,13 @@ def notes(measured: JsonObject) -> list[str]:
             "slower than on an idle GPU."
         )
     return lines
+
+
+def _as_one_of(shared: int) -> str:
+    return (
+        f"Measured as one of {shared} ranks that share each row: with its part of the tokens, and in attention of the "
+        "heads."
+    )
 
 
 def _attempt(one: JsonObject) -> str:
@@ -207,6 +211,8 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
         f"activations on the longest rows ({counted(result['longest_row_tokens'], 'token')}): {kept['layers']:.2f} GiB "
         f"in the layers, {kept['outside']:.2f} GiB outside them"
     )
+    if (shared := found.whole.shared_by) > 1:
+        print_line(_as_one_of(shared))
     shown = Table(title="Sharded", title_justify="left")
     for name in ("GPUs", "GiB on each", "step, ms", "of it waiting", "tokens/s", "longest row that fits"):
         shown.add_column(name, justify="right")
@@ -224,7 +230,8 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
     if result["longest_rows"] is not None:
         print_longest_rows(result["longest_rows"])
     if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
-        print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
+        what = "gathering weights takes" if shared == 1 else "gathering weights and exchanging rows take"
+        print_line(f"`finetune bench comm` on the GPUs of the run measures how long {what}.")
     if result["go"]:
         console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
         print_line(f"  {line}")

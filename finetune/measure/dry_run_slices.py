@@ -25,6 +25,7 @@ from finetune.measure import (
 from finetune.measure.activations import Measured, Rows
 from finetune.measure.measurements import Measurement
 from finetune.redact import redact_tree
+from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import probe
@@ -75,53 +76,56 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                         environment={slices.VARIABLE: "1"},
                     )
                 )
-    refused = next((one for one in reports if not one["go"]), None)
+    count, refused = next(((n, one) for n, one in zip(cut, reports, strict=True) if not one["go"]), (0, None))
     line = dry_run_report.launch_line(world)
+    about = {"config": config.to_dict(), "script": scripts.trains_by()}
     if refused is not None:
-        reason = f"{counted(cut[0], 'layer')} of {layers} already fail: {refused['reason']}"
+        reason = f"{counted(count, 'layer')} of {layers} already fail: {refused['reason']}"
         print_line(f"NO-GO: {reason}", style="red")
+        if refused.get("out_of_memory"):
+            about |= {"sharded": {"rows": []}}
         if config.json:
-            write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line}))
+            write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line, **about}))
         return FAILED
     few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
     once = shard.would_reduce_once(config)
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
-    result = sharded_result(found, tokens, world, Longest.read(reports, cut, found, world))
-    result["measurement_file"] = str(slices.save(found))
+    result = sharded_result(found, tokens, world, Longest.read(reports, cut))
+    result |= {"measurement_file": str(slices.save(found)), **about}
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """Ways to keep activations in all layers of the model, of which `own` is the job's."""
+    """Ways to keep activations, measured in two slices of the model, of which `own` is the job's."""
 
-    modes: list[Measured]
+    few: list[Measured]
+    more: list[Measured]
+    cut: tuple[int, int]
     rows: Rows
     own: JsonObject
 
     @classmethod
-    def read(
-        cls, reports: Sequence[JsonObject], cut: tuple[int, int], found: slices.Sharded, world: int
-    ) -> Longest | None:
+    def read(cls, reports: Sequence[JsonObject], cut: tuple[int, int]) -> Longest | None:
         """From the dry runs of two slices; None if they ran without a limit of memory."""
         longest = [one["longest_rows"] for one in reports]
         if None in longest:
             return None
         few, more = ([Measured.from_dict(mode) for mode in one["modes"]] for one in longest)
-        modes = slices.whole_modes(few, more, cut, found, world)
-        return cls(modes=modes, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
+        return cls(few=few, more=more, cut=cut, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
 
-    def to_dict(self, room_bytes: float) -> JsonObject:
-        """The modes for the report, of a rank with so much room for a pass."""
-        return activations.to_dict(self.modes, self.rows, room_bytes) | {"own": self.own, "proof": None}
+    def whole(self, found: slices.Sharded, world: int, limit: float) -> list[Measured]:
+        """In all layers, on one of so many ranks."""
+        return slices.whole_modes(self.few, self.more, self.cut, found, world, limit)
 
-    def own_longest(self, room_bytes: float) -> int | None:
+    def own_longest(self, found: slices.Sharded, world: int, limit: float) -> int | None:
         """Tokens of the longest row that fits as the job keeps its activations."""
-        own = next((one for one in self.modes if vars(one.mode).items() <= self.own.items()), None)
-        return None if own is None else own.longest(room_bytes)
+        modes = self.whole(found, world, limit)
+        own = next((one for one in modes if vars(one.mode).items() <= self.own.items()), None)
+        return None if own is None else own.longest(limit)
 
 
 def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Longest | None) -> JsonObject:
@@ -136,23 +140,30 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     limit = None if device is None else rules.MEMORY_MARGIN * device
     rows = []
     worlds: set[int] = {*SHARDED_WORLDS, *([world] if world > 1 else [])}
+    backend = "gloo" if device is None else "nccl"
+    shared, exchange, between = whole.shared_by, None, ""
+    if shared > 1:
+        exchange, between = measurements.find_exchange(shared, backend, whole.facts["device"], os.environ)
     for ranks in sorted(worlds):
-        if whole.global_batch_size % (ranks * whole.per_device):
+        groups, rest = divmod(ranks, shared)
+        if rest or whole.global_batch_size % (groups * whole.per_device):
             continue
-        backend = "gloo" if device is None else "nccl"
         curve, source = measurements.find_comm(ranks, backend, whole.facts["device"], os.environ)
-        work = whole.work(ranks, None if str(ranks) in whole.compute_seconds else whole.compute_seconds["1"] / ranks)
-        one = slices.predict(found, work, ranks, curve)
+        if shared > 1:
+            source = f"{source} and {between}"
+        known = curve is not None and (shared == 1 or exchange is not None)
+        seconds = whole.compute_seconds.get(str(groups), whole.compute_seconds["1"] / groups)
+        one = slices.predict(found, whole.work(ranks, seconds), ranks, curve, exchange)
         rows.append(
             {
                 "world_size": ranks,
                 "peak_memory_gib": one.peak_memory_bytes / gib,
                 "step_seconds": one.step_seconds,
-                "exposed_seconds": one.exposed_seconds if curve is not None else None,
+                "exposed_seconds": one.exposed_seconds if known else None,
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
                 "fits": limit is None or one.peak_memory_bytes <= limit,
-                "longest_row_tokens": longest and limit and longest.own_longest(slices.room(found, limit, ranks)),
+                "longest_row_tokens": longest and limit and longest.own_longest(found, ranks, limit),
             }
         )
     fitting = [row["world_size"] for row in rows if row["fits"]]
@@ -160,11 +171,12 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     if world not in fitting:
         where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} are not enough either"
         reason = f"the job does not fit on {world} GPUs; {where}"
-    room = None if limit is None else slices.room(found, limit, world)
-    modes = None if longest is None or room is None else longest.to_dict(room)
-    if reason is not None and longest is not None and room is not None and room > 0:
-        settings = activations.remedy(longest.modes, longest.rows, room)
-        reason += "" if settings is None else f"; on {world} it is predicted to fit with {settings}"
+    modes = None
+    if longest is not None and limit is not None:
+        there = longest.whole(found, world, limit)
+        modes = activations.to_dict(there, longest.rows, limit) | {"own": longest.own, "proof": None}
+        if reason is not None and (settings := activations.remedy(there, longest.rows, limit, world)) is not None:
+            reason += f"; on {world} it is predicted to fit with {settings}"
     kept = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {
         "go": reason is None,

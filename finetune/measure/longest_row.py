@@ -10,23 +10,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.config import Config
-from finetune.config.rules import LOADED_AS, OFFLOAD, activation_modes
+from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
 from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.engine.job import Job
 from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
+from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.training import recompute
 from finetune.errors import RunError, UserError
 from finetune.measure import activations, measurements, micro_batch
-from finetune.measure.activations import Measured, Mode, Point, Rows
+from finetune.measure.activations import Measured, Point, Rows
 from finetune.measure.micro_batch import Memory
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime.command import console
@@ -42,7 +42,6 @@ PROBE_TOKENS = 256  # of ranks that share a model or rows: if one ran out of mem
 LONG_SECONDS = 8.0  # of a pass on the longer document
 ROOM = 0.6  # part of the free memory that the longer document may need
 LEAST_RATIO = 1.25  # of the longer document to the shorter one: peaks are exact, so little is enough
-AS_CONFIGURED = "as configured"
 PASSES = 2  # at each length: the first compiles, the second runs while gradients are held, and is timed
 
 
@@ -239,70 +238,41 @@ def ladder(job: Job) -> list[Mode]:
     only those with the `model.tiled_mlp` that is configured, if it is."""
     found = activation_modes(job.stack.backend)
     if "model.tiled_mlp" in job.config.given:
-        found = list(dict.fromkeys((kind, job.config.model.tiled_mlp) for kind, _ in found))
-    return [Mode(gradient_checkpointing=kind, tiled_mlp=tiled) for kind, tiled in found]
+        found = list(dict.fromkeys(replace(one, tiled_mlp=job.config.model.tiled_mlp) for one in found))
+    return found
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModeChoice:
-    """How a run keeps activations, why, and the seconds that it took to find."""
-
-    mode: Mode
-    reason: str
-    seconds: float = 0.0
-    searches: bool = False  # whether the run still measures before its first step
-
-    @property
-    def line(self) -> str | None:
-        """What a run prints about it; None if the configuration leaves nothing open, or it is not known yet."""
-        if self.searches or self.reason == AS_CONFIGURED:
-            return None
-        took = f" ({self.seconds:.1f} s)" if self.seconds else ""
-        return f"Chosen by auto: {self.mode.text}, {self.reason}{took}"
-
-    def configuration(self, config: Config) -> Config:
-        """The configuration with this mode, if it leaves the mode open and that is known."""
-        if self.searches or self.reason == AS_CONFIGURED:
-            return config
-        training = replace(config.training, gradient_checkpointing=self.mode.gradient_checkpointing)  # type: ignore
-        return replace(config, training=training, model=replace(config.model, tiled_mlp=self.mode.tiled_mlp))
-
-    def to_dict(self) -> JsonObject:
-        """For run.json and checkpoints."""
-        return {**vars(self.mode), "reason": self.reason, "seconds": self.seconds}
-
-
-def choose(job: Job, kept: JsonObject | None) -> ModeChoice:
+def choose(job: Job, kept: JsonObject | None) -> Choice[Mode]:
     """The mode that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     measurement of this job gives. Every rank calls it.
 
     Args:
-        kept: `ModeChoice.to_dict` of the checkpoint that the run resumes from.
+        kept: `Choice.to_dict` of the checkpoint that the run resumes from.
     """
     config = job.config
     if not config.training.leaves_activations_open:
-        return ModeChoice(mode=own_mode(job), reason=AS_CONFIGURED)
+        return Choice(value=own_mode(job), reason=AS_CONFIGURED)
     modes = ladder(job)
     for mode in modes:
         if kept is not None and vars(mode).items() <= kept.items():
-            return ModeChoice(mode=mode, reason="as in the checkpoint")
+            return Choice(value=mode, reason="as in the checkpoint")
     loaded = recompute.resolve(LOADED_AS, job.stack.backend)
     plain = next(one for one in modes if one.gradient_checkpointing == loaded)
     limit = micro_batch.device_memory(job.stack.device).limit_bytes
     if limit is None:
-        return ModeChoice(mode=plain, reason="as on any CPU, which has no memory of its own to fill")
+        return Choice(value=plain, reason="as on any CPU, which has no memory of its own to fill")
     earlier, wanted = find(job), rows(job)
     chosen = None if earlier is None else activations.fastest(earlier, wanted, limit)
     everywhere = distributed.gather_objects(None if chosen is None else vars(chosen.mode))
     if chosen is not None and all(one == everywhere[0] for one in everywhere):  # machines have their own caches
-        return ModeChoice(mode=chosen.mode, reason=f"{_why(chosen, wanted, limit)}, by an earlier measurement")
-    return ModeChoice(mode=plain, reason="to be measured", searches=True)
+        return Choice(value=chosen.mode, reason=f"{_why(chosen, wanted, limit)}, by an earlier measurement")
+    return Choice(value=plain, reason="to be measured", searches=True)
 
 
-def search_before_first_step(job: Job, trainer: SFTTrainer) -> ModeChoice:
+def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[Mode]:
     """Measure all modes before the first step, and apply the fastest that holds the job. Every rank calls it.
 
     Raises:
@@ -315,23 +285,23 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> ModeChoice:
     process_memory.reset()
     save(job, found)
     chosen = decide(rows(job), found, least(memory.limit_bytes))
-    apply(trainer, chosen.mode)
+    apply(trainer, chosen.value)
     return replace(chosen, seconds=time.perf_counter() - began)
 
 
-def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> ModeChoice:
+def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> Choice[Mode]:
     """The fastest mode that holds the job's rows.
 
     Raises:
         RunError: none holds them, even without a margin.
     """
     if (chosen := activations.fastest(found, wanted, limit)) is not None:
-        return ModeChoice(mode=chosen.mode, reason=_why(chosen, wanted, limit))
+        return Choice(value=chosen.mode, reason=_why(chosen, wanted, limit))
     frugal = activations.most_frugal(found, limit)
     if frugal is None or not fits_without_margin(frugal, wanted, limit):
         raise RunError(refusal(found, wanted, limit))
     why = f"the one that needs the least memory: {_need(frugal, wanted, limit)}, above the margin of {MEMORY_MARGIN}"
-    return ModeChoice(mode=frugal.mode, reason=why)
+    return Choice(value=frugal.mode, reason=why)
 
 
 def fits_without_margin(one: Measured, wanted: Rows, limit: float) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,7 +303,7 @@ def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[J
     """Write how a job's activations can be kept to the cache.
 
     Args:
-        tried: `activations.Mode` as JSON, of all that were to be measured.
+        tried: `config.rules.Mode` as JSON, of all that were to be measured.
         modes: `activations.Measured` as JSON, of those that the model can have.
     """
     write_json(_modes_file(found), {"kind": "activation modes", "tried": tried, "modes": modes})
@@ -409,9 +409,12 @@ def find_exchange(ranks: int, backend: str, device: str, environment: Mapping[st
     return curve, f"the {collective} of {ranks} ranks in {path}"
 
 
-def read_comm(path: Path) -> dict[int, Curve]:
+def read_comm(path: Path, curve: Callable[[JsonObject], Curve] = all_reduce_curve) -> dict[int, Curve]:
     """The all-reduce curve of each world size in a file of `bench comm --json`: one measurement, or a list of them
     (also under the key `runs`).
+
+    Args:
+        curve: gives another one.
 
     Raises:
         UserError: the file is not such a result.
@@ -419,7 +422,7 @@ def read_comm(path: Path) -> dict[int, Curve]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         # Of several settings at one world size the first counts: the recommended ones.
-        return {int(one["world_size"]): all_reduce_curve(one) for one in reversed(comm_runs(content))}
+        return {int(one["world_size"]): curve(one) for one in reversed(comm_runs(content))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"Not a valid result of `finetune bench comm --json`: {path} ({type(error).__name__}: {error}). "

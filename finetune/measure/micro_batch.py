@@ -23,6 +23,7 @@ from finetune.data.layout import Layout
 from finetune.engine.job import Job
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.optimizer import state_bytes
+from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.opening import total_steps
 from finetune.measure import measurements
 from finetune.measure.measurements import micro_batch_tokens
@@ -271,26 +272,12 @@ def summary(
 # --- in a run -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchChoice:
-    """The micro-batch of a run: rows per device, why, and the seconds that it took to find."""
-
-    per_device: int
-    reason: str
-    seconds: float = 0.0
-    searches: bool = False  # whether the run still searches before its first step
-
-    def to_dict(self) -> JsonObject:
-        """For run.json."""
-        return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
-
-
 def earlier_search(job: Job) -> JsonObject | None:
     """The `summary` of an earlier search of this job, if there is one."""
     return measurements.find_sizes(measurements.facts(job))
 
 
-def choose(job: Job, kept: int | None, world: int) -> MicroBatchChoice:
+def choose(job: Job, kept: int | None, world: int) -> Choice[int]:
     """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     search of this job found. Every rank calls it.
 
@@ -300,29 +287,27 @@ def choose(job: Job, kept: int | None, world: int) -> MicroBatchChoice:
     """
     training, now = job.config.training, job.batch.per_device
     if (training.per_device_train_batch_size, training.gradient_accumulation_steps) != (None, None):
-        return MicroBatchChoice(per_device=now, reason="as configured")
+        return Choice(value=now, reason=AS_CONFIGURED)
     if kept == now:
-        return MicroBatchChoice(per_device=now, reason="as in the checkpoint")
+        return Choice(value=now, reason="as in the checkpoint")
     if device_memory(job.stack.device).limit_bytes is None:
-        return MicroBatchChoice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
+        return Choice(value=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
-        return MicroBatchChoice(per_device=now, reason="the default of a sharded run")
+        return Choice(value=now, reason="the default of a sharded run")
     if training.context_parallel > 1:
-        return MicroBatchChoice(per_device=now, reason="the default of GPUs that share each row")
+        return Choice(value=now, reason="the default of GPUs that share each row")
     sizes = allowed_sizes(job, world)
     attempts = _earlier_attempts(job, sizes)
     best = recommend(attempts, real_token_share(job, world))
     everywhere = distributed.gather_objects(None if best is None else best.per_device)
     size = everywhere[0]
     if size is not None and set(everywhere) == {size}:  # another machine may have another cache
-        return MicroBatchChoice(per_device=size, reason="the fastest that fits, from an earlier search of this job")
+        return Choice(value=size, reason="the fastest that fits, from an earlier search of this job")
     if len(sizes) == 1:
-        return MicroBatchChoice(per_device=now, reason="the only one that the global batch allows")
+        return Choice(value=now, reason="the only one that the global batch allows")
     if (steps := total_steps(job)) < WON_BACK_STEPS:
-        return MicroBatchChoice(
-            per_device=now, reason=f"the default: {counted(steps, 'step')} do not win a search back"
-        )
-    return MicroBatchChoice(per_device=now, reason="the default", searches=True)
+        return Choice(value=now, reason=f"the default: {counted(steps, 'step')} do not win a search back")
+    return Choice(value=now, reason="the default", searches=True)
 
 
 def _earlier_attempts(job: Job, sizes: Sequence[int]) -> list[Attempt]:
@@ -337,7 +322,7 @@ def _earlier_attempts(job: Job, sizes: Sequence[int]) -> list[Attempt]:
     return [one for one in attempts if one.per_device in sizes]
 
 
-def search_before_first_step(job: Job, trainer: SFTTrainer) -> MicroBatchChoice:
+def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[int]:
     """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
 
     A further size is tried while the time that the last one saves in so many steps is more than its own trial costs:
@@ -365,7 +350,7 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> MicroBatchChoice:
     measurements.save_sizes(measurements.facts(job), found)
     size = found["recommended"] or min(one.per_device for one in attempts)
     reason = f"the fastest that fits of {', '.join(str(one.per_device) for one in attempts)}"
-    return MicroBatchChoice(per_device=size, reason=reason, seconds=time.perf_counter() - began)
+    return Choice(value=size, reason=reason, seconds=time.perf_counter() - began)
 
 
 def _trial_outweighs_gain(tried: Sequence[Attempt], job: Job, world: int, share: Callable[[int], float]) -> bool:

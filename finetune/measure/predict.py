@@ -199,8 +199,8 @@ class Prediction:
         return (self.start_up_seconds + self.steps * self.step_seconds) / 3600
 
     def efficiency(self, one: Prediction) -> float:
-        """Throughput over `world_size` times that of one device, the ideal (1 = linear speed-up)."""
-        return self.tokens_per_second / (self.world_size * one.tokens_per_second)
+        """Throughput per device over that of `one`, on the fewest (1 = linear speed-up)."""
+        return self.tokens_per_second_per_gpu / one.tokens_per_second_per_gpu
 
     def cost(self, price_per_gpu_hour: float) -> float:
         """Price of the run. Every GPU is paid for from start to end, including start-up."""

@@ -35,8 +35,6 @@ def score(job: Job, results: JsonObject) -> JsonObject:
     """
     world = distributed.ranks().world_size
     shared = job.context.size
-    if shared > 1 and job.config.training.strategy == "shard":
-        return _not_scored("the steps of sharded ranks that share rows are not predicted")
     sharded = exchange = None
     if job.config.training.strategy == "shard" and world > 1:
         sharded, source = slices.find(measurements.facts(job))
@@ -84,7 +82,7 @@ def expected_predictions(
 
     def one(work: Work) -> Prediction:
         if sharded is not None:
-            return slices.predict(sharded, work, world, curve)
+            return slices.predict(sharded, work, world, curve, exchange)
         return predict(work, world, curve, exchange)
 
     plan, layout = job.plan(), job.layout

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,13 +25,14 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.measure import measurements, sharding
-from finetune.measure.activations import Line, Measured, Point
+from finetune.measure.activations import Measured, Point
 from finetune.measure.measurements import Measurement
-from finetune.measure.predict import Curve, Prediction, Work
+from finetune.measure.predict import Curve, Prediction, Work, exchange_seconds
 from finetune.runtime.files import read_json, write_json
 from finetune.runtime.types import JsonObject
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
+MOST_TOKENS = 2**40  # of a row: more is any number
 GRADIENT_BYTES = 4  # gradients are reduced in float32
 _PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in a config with an entry per layer
 
@@ -114,7 +116,7 @@ class Sharded:
     def kept_bytes(self, world_size: int) -> float:
         """What one of `world_size` ranks holds throughout a step, its accumulated gradients included."""
         kept = sharding.kept_bytes(self.sizes, world_size, self.stored)
-        accumulates = self.whole.global_batch_size > world_size * self.whole.per_device
+        accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
         return kept
@@ -157,6 +159,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
     added = Counter(more.gradient_bytes) - Counter(few.gradient_bytes)
     repeats = (layers - slices[1]) / (slices[1] - slices[0])
     gradients = [*more.gradient_bytes, *(size for size, count in added.items() for _ in range(round(count * repeats)))]
+    sent = {size: number for size, number in few.exchanges}
     facts = more.facts | {
         "model.model_name_or_path": model,
         "the size of the model": [
@@ -176,6 +179,7 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
             for world, seconds in more.compute_seconds.items()
         },
         gradient_bytes=gradients,
+        exchanges=[[size, line(sent.get(size, 0.0), number)] for size, number in more.exchanges],
     )
 
 
@@ -218,16 +222,22 @@ def from_slices(
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) -> Prediction:
+def predict(
+    found: Sharded, work: Work, world_size: int, curve: Curve | None, all_to_all: Curve | None = None
+) -> Prediction:
     """A sharded run at one world size.
 
     Args:
         work: one rank's share of the computation.
         curve: of an all-reduce at that world size; None predicts the step without communication.
+        all_to_all: of the ranks that share each row; None predicts it without their exchanges.
     """
     exposed = communication = 0.0
     if curve is not None and world_size > 1:
         exposed, communication = communication_seconds(found, work, curve)
+    if all_to_all is not None:
+        exposed += (exchanged := exchange_seconds(work, all_to_all))
+        communication += exchanged
     optimizer = work.optimizer_seconds / world_size  # each rank updates its part
     step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
     return Prediction(
@@ -274,36 +284,64 @@ def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[flo
 
 
 def whole_modes(
-    few: Sequence[Measured], more: Sequence[Measured], slices: tuple[int, int], found: Sharded, world_size: int
+    few: Sequence[Measured],
+    more: Sequence[Measured],
+    slices: tuple[int, int],
+    found: Sharded,
+    world_size: int,
+    limit_bytes: float,
 ) -> list[Measured]:
-    """Ways to keep activations in all layers, from those of two slices: only what a pass needs besides weights,
-    gradients and optimizer state. What both slices could not run is left out.
+    """Ways to keep activations in all layers, from those of two slices: peak memory of one of `world_size` ranks, as
+    `Sharded.peak_bytes` has it. What both slices could not run, and any if the model itself does not fit, is left out.
 
-    Args:
-        world_size: ranks that share the memory of the host.
+    The job's own way, on its longest rows, is known better: by what autograd saves, and a real peak on these rows. That
+    also works on a CPU, whose peaks cannot be reset; the lines here also give other lengths, and what is in the host.
     """
     share = (found.layers - slices[0]) / (slices[1] - slices[0])
-    weights = found.sizes.of_first(slices[1])
-    held = _held_by_a_slice(weights, found.sizes, found.stored)
+    held = _held_by_a_slice(found.sizes.of_first(slices[1]), found.sizes, found.stored)
+    pairs = [(one, other) for one, other in zip(few, more, strict=False) if one.line and other.line]
+    unkept = [pair for pair in pairs if not pair[0].mode.gradient_checkpointing and not pair[0].mode.tiled_mlp]
+    plain = _layer_bytes(*unkept[0], slices) if unkept else None
     whole = []
-    for one, other in zip(few, more, strict=False):
-        if one.line is None or other.line is None:
+    for one, other in pairs:
+        assert other.line is not None
+        each = _layer_bytes(one, other, slices)
+        outside = max(other.line.bytes_per_token - slices[1] * each, 0.0)
+
+        def peak(tokens: float, other: Measured = other, each: float = each, outside: float = outside) -> float:
+            assert other.line is not None
+            fixed = max(other.line.fixed_bytes - held, 0.0) + outside * tokens
+            layer = None if plain is None else plain * tokens
+            needed = {"activation_bytes": found.layers * each * tokens, "fixed_bytes": fixed, "layer_bytes": layer}
+            return replace(found, **needed).peak_bytes(world_size)
+
+        if peak(0) > limit_bytes:
             continue
-        slope = max(one.line.bytes_per_token + share * (other.line.bytes_per_token - one.line.bytes_per_token), 0.0)
-        outside = max(other.line.fixed_bytes - held, 0.0)
-        line = Line(fixed_bytes=outside, bytes_per_token=slope)
+        # The moment that needs the most changes with the tokens: the line crosses the limit where the peak does.
+        longest = bisect_right(range(MOST_TOKENS), limit_bytes, key=peak) - 1
+        lengths = [point.tokens for point in other.points]
+        if 0 < longest < MOST_TOKENS - 1:
+            lengths = sorted({lengths[0], longest})
         points = []
-        for tokens in (point.tokens for point in other.points):
+        for tokens in lengths:
             seconds, later = one.seconds(tokens, tokens**2), other.seconds(tokens, tokens**2)
             seconds = max(seconds + share * (later - seconds), later)
-            points.append(Point(tokens=tokens, peak_bytes=line.peak_bytes(tokens), seconds=seconds))
-        host = other.host_tokens and other.host_tokens * slices[1] // (found.layers * world_size)
+            points.append(Point(tokens=tokens, peak_bytes=peak(tokens), seconds=seconds))
+        # Ranks that share rows have shared the host already.
+        others = found.layers * world_size // found.whole.shared_by
+        host = other.host_tokens and other.host_tokens * slices[1] // others
         # The cost of a token is a line over the number of layers, that of a squared one is a multiple of it.
         costs = [n / part.square_cost for n, part in zip(slices, (one, other), strict=True)]
         cost = found.layers / (costs[0] + share * (costs[1] - costs[0]))
-        kept = Measured(mode=one.mode, held_bytes=outside, points=tuple(points), square_cost=cost, host_tokens=host)
+        kept = Measured(mode=one.mode, held_bytes=peak(0), points=tuple(points), square_cost=cost, host_tokens=host)
         whole.append(kept)
     return whole
+
+
+def _layer_bytes(few: Measured, more: Measured, slices: tuple[int, int]) -> float:
+    """What a token needs in one layer."""
+    assert few.line is not None and more.line is not None
+    return max((more.line.bytes_per_token - few.line.bytes_per_token) / (slices[1] - slices[0]), 0.0)
 
 
 def _held_by_a_slice(weights: int, sizes: sharding.Sizes, stored: sharding.Storage) -> float:
@@ -312,14 +350,6 @@ def _held_by_a_slice(weights: int, sizes: sharding.Sizes, stored: sharding.Stora
     if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
         held += stored.gathered * weights
     return held
-
-
-def room(found: Sharded, memory_bytes: float, world_size: int) -> float:
-    """Bytes that one of `world_size` ranks has for a pass; below zero if not even its part of the model fits."""
-    given = found.sizes, world_size, found.stored
-    if (left := memory_bytes - found.kept_bytes(world_size)) < sharding.bytes_reducing_the_root(*given):
-        return -1.0
-    return left - max(sharding.gathered_bytes(found.sizes, found.stored), sharding.bytes_reducing_a_layer(*given))
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

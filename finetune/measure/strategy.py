@@ -214,6 +214,8 @@ def advice_file(config: Config, gpus: int) -> Path:
         "gpus": gpus,
         "names": _gpu_names(),
     }
+    if training.context_parallel > 1:
+        decides["training"] |= {"context_parallel": training.context_parallel}
     key = hashlib.blake2b(json.dumps(decides, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
     return cache_folder() / "measurements" / f"advice-{key}.json"
 

@@ -218,8 +218,11 @@ def test_ranks_that_share_rows_are_scored_by_the_dry_run_of_one(
 
 
 @pytest.mark.campaign
-def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(tmp_path: Path) -> None:
-    """The memory of two ranks is that of processes that never held the whole model."""
+@pytest.mark.parametrize("shared", [1, 2])
+def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(
+    shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of two ranks is that of processes that never held the whole model; also if they share each row."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model, cache, out = tmp_path / "model", tmp_path / "cache", tmp_path / "out"
@@ -233,6 +236,7 @@ def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(tmp_path: Pat
     tiny.make_rows(tmp_path / "train.jsonl", 60)
     batch = ["--training.global_batch_size", "8", "--training.max_steps", "8", "--training.save_steps", "0"]
     shard = ["--training.strategy", "shard", "--model.full_finetuning", "true", "--training.output_dir", str(out)]
+    shard += ["--training.context_parallel", str(shared), "--model.backend", "transformers"]
     words = arguments(model, tmp_path, *batch, *shard)
     done = launch.run("python", [*words, "--json", str(cache / "dry.json")], cache=cache)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -242,8 +246,17 @@ def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(tmp_path: Pat
     assert row["exposed_seconds"] is None and row["peak_memory_gib"] > 0  # no all-reduce was measured
     assert not out.exists()
 
+    if shared > 1:
+        rows = [{"bytes": size, "seconds": {"median": 1e-3}} for size in (4096, 2**20)]
+        comm = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": rows}}
+        monkeypatch.setenv("FINETUNE_CACHE", str(cache))
+        measurements.save_comm(comm, verdict["measurement"]["facts"]["device"])
     real = [word for word in words if word != "--dry-run"]
     run = launch.train("torchrun", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
-    assert "no all-reduce of 2 ranks was measured" in run["prediction"]["reason"]
+    if shared == 1:
+        assert "no all-reduce of 2 ranks was measured" in run["prediction"]["reason"]
+    else:
+        assert "the all-reduce of 2 ranks in " in run["prediction"]["source"]
+        assert run["prediction"]["peak_memory_gib"]["predicted"] == row["peak_memory_gib"]
     assert verdict["measurement"]["trainable_parameters"] == sum(run["sharding"]["local_elements"])
     assert row["peak_memory_gib"] == pytest.approx(max(run["peak_memory_gib"]), rel=0.3)

@@ -68,7 +68,7 @@ class StartPoint:
 
     @property
     def activations(self) -> JsonObject | None:
-        """How the run of the checkpoint kept its activations (`measure.longest_row.ModeChoice`); None without one."""
+        """How the run of the checkpoint kept its activations (`session.choice.Choice`); None without one."""
         found = self.found.manifest.get("activations")
         return found if isinstance(found, dict) else None
 

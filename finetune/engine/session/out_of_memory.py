@@ -43,7 +43,9 @@ def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None
         if (known := None if measured is None else measured(job)) is not None:
             alternatives = [f"{known} (predicted to hold it)"]
         elif job.batch.per_device == 1 or not training.gradient_checkpointing:
-            alternatives = [f"{key}: {value}" for key, value in less_activation_memory(job.config, job.stack.backend)]
+            alternatives = [
+                f"{key}: {value}" for key, value in less_activation_memory(job.config, job.stack.backend).items()
+            ]
         else:
             alternatives = []
         gpus = max(job.hardware.count, distributed.ranks().world_size)

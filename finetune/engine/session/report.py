@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from finetune.config import Config, scaled_learning_rate
+from finetune.config.rules import Mode
+from finetune.engine.session.choice import Choice
 from finetune.runtime import files
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -17,31 +19,6 @@ from finetune.text import counted
 if TYPE_CHECKING:
     from finetune.engine.checkpoint.resume import StartPoint
     from finetune.engine.job import Job
-
-
-class MicroBatch(Protocol):
-    """The choice of a micro-batch (`finetune.measure.micro_batch`)."""
-
-    per_device: int
-    searches: bool  # before the first step
-    reason: str
-    seconds: float
-
-    def to_dict(self) -> JsonObject: ...
-
-
-class ActivationChoice(Protocol):
-    """The choice of how activations are kept (`finetune.measure.longest_row.ModeChoice`)."""
-
-    mode: Any  # `finetune.measure.activations.Mode`
-    searches: bool  # before the first step
-
-    @property
-    def line(self) -> str | None: ...
-
-    def configuration(self, config: Config) -> Config: ...
-
-    def to_dict(self) -> JsonObject: ...
 
 
 def print_introduction(job: Job, start: StartPoint) -> None:
@@ -130,8 +107,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(note)
 
 
-def print_micro_batch(job: Job, size: MicroBatch) -> None:
-    """Print what the search before the first step has found (`MicroBatchChoice`)."""
+def print_micro_batch(job: Job, size: Choice[int]) -> None:
+    """Print what the search before the first step has found."""
     row = "row" if job.unpacked_because else "pack"
     print_line(
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
@@ -139,10 +116,16 @@ def print_micro_batch(job: Job, size: MicroBatch) -> None:
     )
 
 
-def print_activations(mode: ActivationChoice) -> None:
-    """Print how activations are kept, if the configuration leaves it open and it is known."""
-    if mode.line is not None:
-        print_line(mode.line)
+def activations_line(mode: Choice[Mode]) -> str | None:
+    """How activations are kept; None if the configuration leaves nothing open, or it is not known yet."""
+    took = f" ({mode.seconds:.1f} s)" if mode.seconds else ""
+    return f"Chosen by auto: {mode.value.text}, {mode.reason}{took}" if mode.made else None
+
+
+def print_activations(mode: Choice[Mode]) -> None:
+    """Print it, if it was open and is known."""
+    if (line := activations_line(mode)) is not None:
+        print_line(line)
 
 
 def _missing_exports(job: Job) -> str | None:

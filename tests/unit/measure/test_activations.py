@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.config.rules import Mode
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.measure import activations
-from finetune.measure.activations import Line, Measured, Mode, Point, Rows
+from finetune.measure.activations import Line, Measured, Point, Rows
 
 GIB = 2**30
 PLAIN, FULL = Mode(gradient_checkpointing=False, tiled_mlp=False), Mode(gradient_checkpointing=True, tiled_mlp=False)
@@ -92,6 +93,7 @@ def test_a_row_that_no_mode_holds_is_divided_over_gpus() -> None:
     assert activations.fastest(THREE, rows(700_000), 64 * GIB) is None
     text = f"{FRUGAL.text}, with training.context_parallel: 2 on 2 GPUs"
     assert activations.remedy(THREE, rows(700_000), 64 * GIB) == text
+    assert activations.remedy(THREE, rows(700_000), 64 * GIB, 8) == text.replace("2 GPUs", "8 GPUs")  # it is sharded
     assert FRUGAL.text == "training.gradient_checkpointing: offload and model.tiled_mlp: true"
     assert "context_parallel: 8" in (activations.remedy(THREE, rows(3_000_000), 64 * GIB) or "")
     assert activations.remedy(THREE, rows(3_100_000), 64 * GIB) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.config.rules import Mode
 from finetune.data.layout import lay_out
 from finetune.engine.job import model_size
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import dry_run as trial_of
-from finetune.measure import longest_row, measurements, micro_batch, trial
-from finetune.measure.activations import Mode
+from finetune.measure import dry_run_slices, longest_row, measurements, micro_batch, slices, subprocess_dry_run, trial
 from finetune.measure.measurements import Measurement
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
@@ -344,14 +345,71 @@ def test_a_job_whose_rows_ranks_share_is_measured_as_one_of_them(
     assert projection["step_seconds"] > 4 * 6 * 0.5 + 0.5  # gradients are reduced once
 
 
-def test_of_sharded_jobs_and_too_few_devices_no_shared_rows_are_measured(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
+def test_a_sharded_job_whose_rows_ranks_share_is_measured_in_slices_as_one_of_them(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each rank has half of the tokens of a row, so half of the activations that the layers keep."""
+    from finetune import train
+
+    model = tiny.make_model(tmp_path / "three-layers", hidden=16, layers=3)
+
+    def run(target: Any, arguments: list[str], *, environment: dict[str, str], **_: Any) -> dict[str, Any]:
+        """Of a slice, in this process."""
+        report = tmp_path / "slice.json"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert train.main(["--json", str(report), *arguments]) == 0
+        return json.loads(report.read_text())
+
+    runs.monkeypatch.setattr(subprocess_dry_run, "run", run)
+    runs.monkeypatch.setattr(trial, "TYPICAL_STEPS", 2)
+    words = ["--model.model_name_or_path", str(model), "--training.strategy", "shard"]
+    words += ["--data.packing", "true", "--data.max_length", "48"]
+    words += ["--training.context_parallel", "2"]
+    own = ["--model.backend", "transformers", "--data.train_file", str(runs.folder / "train.jsonl")]
+    runs.monkeypatch.setattr(sys, "argv", ["finetune", "dryrun", *own, *words])
+    shared = dry_run(runs, *words)
+    assert shared["go"] and "--nproc_per_node 2" in shared["launch"] and shared["measurement"]["shared_by"] == 2
+    kept = shared["sharded"]["activation_gib"]["layers"] * 2**30
+    assert kept == pytest.approx(3 * 24 * 16 * 4)  # the layers' inputs
+    # Three layers: queries, keys and values of 24 tokens, and the output; forward, again, and backward.
+    output, all_three = 24 * 16 * 4, 24 * (16 + 2 * 8) * 4
+    assert shared["measurement"]["exchanges"] == [[output, 9], [all_three, 9]]
+    assert [row["world_size"] for row in shared["sharded"]["rows"]] == [2, 4, 8]  # of four packs in a step
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Measured as one of 2 ranks that share each row" in said
+
+    device = shared["measurement"]["facts"]["device"]
+    sharded, _ = slices.find(shared["measurement"]["facts"])
+    assert sharded is not None
+    seconds = {}
+    for collective in ("all_reduce", "all_to_all"):  # the second is known once it is measured
+        row = {"bytes": 2**30, "seconds": {"median": 0.5}}
+        rows = {name: [row] for name in ("all_reduce", collective)}
+        measurements.save_comm({"world_size": 2, "backend": "gloo", "environment": {}, "collectives": rows}, device)
+        two = dry_run_slices.sharded_result(sharded, 48, 2, None)["sharded"]["rows"][0]
+        assert f"the {collective.replace('_', '-')} of 2 ranks in " in two["communication"]
+        seconds[collective] = two["exposed_seconds"]
+    # Each takes as long as the smallest that was measured: 4 micro-batches of 18 exchanges, gathers, and a reduction.
+    assert seconds["all_to_all"] == pytest.approx(seconds["all_reduce"]) and seconds["all_reduce"] > 4 * 18 * 0.5
+
+
+def test_a_slice_that_fills_the_device_says_so_for_advise(runs: Runs, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "three-layers", hidden=16, layers=3)
+    words = ["--model.model_name_or_path", str(model), "--training.strategy", "shard"]
+    reports = iter([{"go": True}, {"go": False, "reason": "CUDA ran out of memory", "out_of_memory": True}])
+    runs.monkeypatch.setattr(subprocess_dry_run, "run", lambda *_, **__: next(reports))
+    runs.monkeypatch.setattr(sys, "argv", ["finetune", "dryrun", *words])
+    found = dry_run(runs, *words, code=1)
+    assert found["reason"] == "2 layers of 3 already fail: CUDA ran out of memory"
+    assert found["sharded"] == {"rows": []} and found["config"]["training"]["strategy"] == "shard"
+
+
+def test_of_too_few_devices_no_shared_rows_are_measured(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     from finetune import dryrun
 
     words = ["--model.model_name_or_path", str(runs.folder / "model"), "--training.context_parallel", "2"]
     words += ["--data.train_file", str(runs.folder / "train.jsonl"), "--model.backend", "transformers"]
     assert dryrun.main(["--devices", "1", *words]) == 2
     assert "context_parallel 2 does not divide 1 (processes)" in " ".join(capsys.readouterr().err.split())
-    assert dryrun.main([*words, "--training.strategy", "shard"]) == 2
-    assert "a dry run of a sharded job measures whole rows" in " ".join(capsys.readouterr().err.split())

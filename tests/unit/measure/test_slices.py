@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from finetune.config import load
+from finetune.config.rules import Mode
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import dry_run_slices, measurements, sharding, slices
-from finetune.measure.activations import Line, Measured, Mode, Point
+from finetune.measure.activations import Measured, Point
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
 from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
@@ -194,7 +195,7 @@ def measured(layers: int) -> Measurement:
         compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
         steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
         active_parameters=100 + 3 * layers, trainable_parameters=10 * layers,
-        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
+        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32", exchanges=[[64.0, 3.0 * layers]],
         as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
     )  # fmt: skip
 
@@ -254,6 +255,8 @@ def test_memory_of_a_rank() -> None:
     assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
     alone = replace(once, whole=replace(once.whole, global_batch_size=2))
     assert alone.peak_bytes(2) == sharded().peak_bytes(2)
+    shared = replace(alone, whole=replace(alone.whole, shared_by=2))  # one group: both rows after each other
+    assert shared.peak_bytes(2) == once.peak_bytes(2)
 
 
 def test_memory_of_adams_states_in_8_bits() -> None:
@@ -322,40 +325,58 @@ def test_what_is_gathered_and_what_of_it_shows() -> None:
 
 def test_a_step_of_several_ranks() -> None:
     found, work = sharded(), measured(4).work(2)
+    exchange = Curve(points=((1.0, 2.0), (1e9, 2.0)))
+    sharing = replace(work, exchanges=((100.0, 12.0),))
+    assert slices.predict(found, sharing, 2, None, exchange).exposed_seconds == 12 * 2
     one = slices.predict(found, work, 2, None)
     assert one.step_seconds == pytest.approx(work.compute_seconds + work.optimizer_seconds / 2 + work.other_seconds)
     assert one.peak_memory_bytes == found.peak_bytes(2)
 
 
-def test_the_longest_row_fills_what_a_rank_has_room_for() -> None:
-    """Slices of 2 and 4 layers, in which a token needs 5 + 3 bytes per layer, and a pass 50 beyond all that is held."""
+def mode_of_slice(layers: int, held: float, outside: float, each: float, kind: str | bool = True) -> Measured:
+    """In which a token needs bytes outside the layers and in each layer, and a pass 50 beyond all that is held."""
+    points = tuple(
+        Point(
+            tokens=tokens,
+            peak_bytes=held + 50 + (outside + each * layers) * tokens,
+            seconds=tokens * (1 + layers) + tokens**2 * layers / 8,
+        )
+        for tokens in (10, 20)
+    )
+    mode = Mode(gradient_checkpointing=kind, tiled_mlp=False)
+    return Measured(mode=mode, held_bytes=held, points=points, square_cost=layers / 8 / (1 + layers))
+
+
+def test_the_longest_row_is_where_the_peak_of_a_rank_is_the_limit() -> None:
+    """The same peak as of the job's own rows: of a few tokens while a layer is reduced, of many at the loss."""
     found = sharded()
     held = slices._held_by_a_slice(found.sizes.of_first(4), found.sizes, found.stored)
+    kinds = {False: 20, True: 3}  # bytes in a layer; 100 outside
+    few, more = ([mode_of_slice(n, held, 100, each, kind) for kind, each in kinds.items()] for n in (2, 4))
 
-    def slice_of(layers: int) -> Measured:
-        points = tuple(
-            Point(
-                tokens=tokens,
-                peak_bytes=held + 50 + (5 + 3 * layers) * tokens,
-                seconds=tokens * (1 + layers) + tokens**2 * layers / 8,
-            )
-            for tokens in (10, 20)
-        )
-        mode = Mode(gradient_checkpointing=True, tiled_mlp=False)
-        return Measured(mode=mode, held_bytes=held, points=points, square_cost=layers / 8 / (1 + layers))
+    def peak(tokens: int, each: int) -> float:
+        known = {
+            "activation_bytes": 4.0 * each * tokens,
+            "fixed_bytes": 50.0 + 100 * tokens,
+            "layer_bytes": 20.0 * tokens,
+        }
+        return sharded(**known).peak_bytes(2)
 
-    (whole,) = slices.whole_modes([slice_of(2)], [slice_of(4)], (2, 4), found, 2)
-    each = 5 + 3 * found.layers
-    assert whole.line == Line(fixed_bytes=pytest.approx(50), bytes_per_token=pytest.approx(each))
-    assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers) + 100 * found.layers / 8)
-    assert whole.seconds(40, 1600) == pytest.approx(40 * (1 + found.layers) + 1600 * found.layers / 8)
-    memory = found.kept_bytes(2) + 10_000
-    gathered = sharding.gathered_bytes(found.sizes, found.stored)
-    reducing = sharding.bytes_reducing_a_layer(found.sizes, 2, found.stored)
-    room = slices.room(found, memory, 2)
-    assert room == 10_000 - max(gathered, reducing) > 0
-    assert whole.line.longest(room) == int((room - 50) / each)
-    assert slices.room(found, found.kept_bytes(2), 2) < 0  # not even the root's gradients
+    assert (peak(10, 3) - peak(5, 3)) / 5 == 4 * 3 + 2 * 20 and peak(99, 3) - peak(98, 3) == 4 * 3 + 100
+    for limit in (peak(12, 3) + 1, peak(3000, 3) + 1):
+        plain, whole = slices.whole_modes(few, more, (2, 4), found, 2, limit)
+        longest = whole.longest(limit)
+        assert longest is not None and peak(longest, 3) <= limit < peak(longest + 1, 3)
+        assert whole.points[-1].peak_bytes == pytest.approx(peak(whole.points[-1].tokens, 3))
+        assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers) + 100 * found.layers / 8)
+        assert whole.seconds(40, 1600) == pytest.approx(40 * (1 + found.layers) + 1600 * found.layers / 8)
+        assert (plain.longest(limit) or 0) < longest and plain.held_bytes == peak(0, 20)
+    assert slices.whole_modes(few, more, (2, 4), found, 2, peak(0, 3) - 1) == []  # the model fills it
+    # All layers are kept in the host, which 8 ranks share; of ranks that share rows it was divided before.
+    more = [replace(one, host_tokens=800) for one in more]
+    shared = replace(found, whole=replace(found.whole, shared_by=2))
+    hosts = [slices.whole_modes(few, more, (2, 4), one, 8, 1e6)[0].host_tokens for one in (found, shared)]
+    assert hosts == [800 // 8, 800 // 4]
 
 
 def test_activations_come_from_what_is_saved() -> None:
@@ -426,16 +447,16 @@ def test_a_sharded_job_that_does_not_fit_is_refused_with_the_settings_that_hold_
         own = {"gradient_checkpointing": True, "tiled_mlp": False, "reason": "as configured"}
         return {"longest_rows": {"modes": modes, "rows": rows, "own": own}}
 
-    longest = dry_run_slices.Longest.read([report(1), report(2)], (1, 2), found, 2)
+    longest = dry_run_slices.Longest.read([report(1), report(2)], (1, 2))
     result = dry_run_slices.sharded_result(found, 50, 2, longest)
     assert not result["go"] and result["reason"].endswith(
         "on 2 it is predicted to fit with training.gradient_checkpointing: offload"
     )
-    room = slices.room(found, 0.8 * 10_000, 2)
+    room = 0.8 * 10_000 - sharded(activation_bytes=0.0, fixed_bytes=0.0).peak_bytes(2)
     (row,) = [row for row in result["sharded"]["rows"] if row["world_size"] == 2]
     assert row["longest_row_tokens"] == int(room / (4 * 40)) < 50
     assert [one["longest_row_tokens"] for one in result["longest_rows"]["modes"]] == [
         int(room / (4 * 40)),
         int(room / (4 * 4)),
     ]
-    assert dry_run_slices.Longest.read([{"longest_rows": None}] * 2, (1, 2), found, 2) is None  # of a CPU
+    assert dry_run_slices.Longest.read([{"longest_rows": None}] * 2, (1, 2)) is None  # of a CPU
