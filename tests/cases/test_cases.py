@@ -28,7 +28,6 @@ from finetune import cli
 from tests.cases import models
 from tests.helpers.runs import in_this_process
 
-
 MARKS = ("process", "unsloth", "campaign")
 KEYS = {"model", "commands", *MARKS}
 KEYS_OF_A_COMMAND = {"run", "exit", "prints", "not_printed"}

@@ -211,8 +211,8 @@ class SpanFinder:
             content.strip() in text[start:end] for content, (start, end) in zip(contents, marks, strict=True)
         ):
             return {turn: [mark] for turn, mark in zip(assistants, marks, strict=True)}
-        # A turn may have no mark, or several: those that the conversation up to it has in the same places. Where it ends
-        # the conversation, it may have one more, such as for the end token.
+        # A turn may have no mark, or several: those that the conversation up to it has in the same places. That one may
+        # have one more, such as for the end token.
         counts = [0]
         for i in assistants:
             own = self._render_marked(row.messages[: i + 1], row.tools)[1]
