@@ -16,6 +16,8 @@ transformers or Unsloth as before.
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -332,4 +334,8 @@ def install(model: Model) -> int:
         inside |= {id(one) for one in (*around, module)}
         layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
         changed += 1
+    if changed and "unsloth" in sys.modules:
+        # Unsloth compiles a decoder layer as one region. It cannot compile these kernels: it would try so twice in the
+        # first step, and leave the layer as it is.
+        os.environ.setdefault("UNSLOTH_BLOCK_COMPILE", "0")
     return changed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -84,3 +87,18 @@ def test_experts_without_a_token_have_no_gradient() -> None:
     a = next(one for name, one in found.items() if "experts" in name and "lora_A" in name)
     used = a.view(8, 4, -1).abs().amax((1, 2)) > 0
     assert used.any() and not used.all()
+
+
+@pytest.mark.parametrize(("loaded", "set_before", "after"), [(True, None, "0"), (True, "1", "1"), (False, None, None)])
+def test_unsloth_does_not_try_to_compile_these_kernels(
+    loaded: bool, set_before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_adapter(model_of("qwen3_moe", **KINDS["qwen3_moe"]), BOTH)
+    monkeypatch.setenv("UNSLOTH_BLOCK_COMPILE", set_before or "")  # also restores what there was
+    if set_before is None:
+        del os.environ["UNSLOTH_BLOCK_COMPILE"]
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "unsloth", types.ModuleType("unsloth"))
+    assert grouped_experts.install(model) == 2
+    assert os.environ.get("UNSLOTH_BLOCK_COMPILE") == after
