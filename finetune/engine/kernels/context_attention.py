@@ -104,10 +104,10 @@ def gather_heads(output: torch.Tensor, heads: int, group: ContextGroup) -> torch
         output: [size * tokens, own heads, head_dim].
 
     Returns:
-        [tokens, heads, head_dim], without heads of zeros.
+        [tokens, heads, head_dim], without heads of zeros; contiguous, as some layers expect of any attention.
     """
     received: Any = _Exchange.apply(output.unflatten(0, (group.size, -1)), group)
-    return received.transpose(0, 1).flatten(1, 2)[:, :heads]
+    return received.transpose(0, 1).flatten(1, 2)[:, :heads].contiguous()
 
 
 # --- transformers' attention function ---------------------------------------------------------------------------------

@@ -239,6 +239,13 @@ def test_a_stand_in_computes_and_sends_as_much_as_each_rank(
     assert alone.sent_bytes == work["sent by 0"] and len(alone.sent_bytes) == 2 * 4
 
 
+@pytest.mark.parametrize(("heads", "ranks"), [(4, 4), (3, 2)])
+def test_the_output_is_contiguous(heads: int, ranks: int) -> None:
+    """As that of every attention of transformers: some layers call `view` on it (AFMoE)."""
+    own = -(-heads // ranks)
+    assert context_attention.gather_heads(torch.ones(2 * ranks, own, 8), heads, StandIn(size=ranks)).is_contiguous()
+
+
 def test_rows_without_bounds_are_computed_as_before() -> None:
     """As in generation, in which each rank has its own prompts."""
     plain, shared = model(4, 2, None), model(4, 2, None)
