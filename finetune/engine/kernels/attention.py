@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -252,7 +253,15 @@ def why_not_computed(model: Model) -> str | None:
         return f"{name} attends to the tokens that it chooses"
     if any(getattr(module, "is_causal", True) is False for module in base.modules()):
         return f"{name} attends to tokens after each token"
+    kinds = {type(module) for module in base.modules() if hasattr(module, "is_causal")}
+    if getattr(config, "sliding_window", None) and any(map(_passes_no_window, kinds)):
+        return f"{name} has its sliding window in the mask alone"
     return None
+
+
+def _passes_no_window(kind: type[torch.nn.Module]) -> bool:
+    """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE)."""
+    return "sliding_window=" not in inspect.getsource(kind.forward)
 
 
 def found_in_call(attention_mask: torch.Tensor | None, arguments: JsonObject) -> str | None:
@@ -351,6 +360,4 @@ def boundaries(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 @functools.cache
 def gqa_argument(attention: Callable[..., object]) -> dict[str, bool]:
     """The argument that lets `attention` take fewer key than query heads; none in torch 2.11, which just does."""
-    import inspect
-
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
