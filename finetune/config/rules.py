@@ -683,6 +683,8 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
         )
+    if arguments.get("debug") and kind in (SELECTIVE, AUTO):
+        yield (key, "training.gradient_checkpointing"), f"gradient_checkpointing {kind} has no debug. Remove debug."
     found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
     if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"

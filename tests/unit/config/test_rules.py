@@ -20,6 +20,7 @@ SHARED = ["--training.context_parallel", "2"]
 NO_MODEL = ["--data.train_file", "t.jsonl"]
 
 
+DEBUG = "{debug: true}"
 REENTRANT = "{use_reentrant: true}"
 
 
@@ -53,6 +54,10 @@ REENTRANT = "{use_reentrant: true}"
         (
             ["--training.gradient_checkpointing", "offload", "--training.gradient_checkpointing_kwargs", REENTRANT],
             "needs use_reentrant: false",
+        ),
+        (
+            ["--training.gradient_checkpointing", "selective", "--training.gradient_checkpointing_kwargs", DEBUG],
+            "selective has no debug",
         ),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
