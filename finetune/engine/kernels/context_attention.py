@@ -119,10 +119,38 @@ def install(model: Model, group: ContextGroup) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(context_attention, group))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(NAME)
+    if rotary := [module for module in base.modules() if "longrope" in _rope_types(module)]:
+        _show_longest_document(base.base_model, rotary)
+
+
+def _rope_types(module: torch.nn.Module) -> list[str]:
+    """The kinds of a module of transformers that computes rotary embeddings; empty for others."""
+    kinds = getattr(module, "rope_type", ())
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+
+
+def _show_longest_document(decoder: torch.nn.Module, rotary: list[torch.nn.Module]) -> None:
+    """LongRoPE (Phi-3) has other frequencies if a position is beyond a limit: let it see the last one of the longest
+    document, which another rank may have."""
+    longest: int | None = None
+
+    def note(module: torch.nn.Module, args: tuple, given: JsonObject) -> None:
+        nonlocal longest
+        longest = given.get("max_length_q")
+
+    def rotate(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **further: Any) -> Any:
+        if longest is None:
+            return forward(x, position_ids, *args, **further)
+        seen = F.pad(position_ids, (0, 1), value=longest - 1)
+        return tuple(one[:, :-1] for one in forward(x, seen, *args, **further))
+
+    decoder.register_forward_pre_hook(note, with_kwargs=True)
+    for module in rotary:
+        module.forward = functools.partial(rotate, module.forward)  # type: ignore[method-assign]
 
 
 def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
@@ -133,6 +161,8 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     """
     if (why := attention.why_not_computed(model)) is not None:
         return why
+    if any("dynamic" in kind for module in model.modules() for kind in _rope_types(module)):
+        return f"the rotary embeddings of {model.config.model_type} depend on the longest row so far"
     device = next(model.parameters()).device
     if device.type == "cuda":
         if dtype not in (torch.bfloat16, torch.float16):
