@@ -217,18 +217,25 @@ def use_for_packs(model: Model, dtype: torch.dtype) -> bool:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    kept = (
-        base.config._attn_implementation != "sdpa"
-        or why_not_computed(model) is not None
-        or dtype not in (torch.bfloat16, torch.float16)
-        or torch.cuda.get_device_capability()[0] < 8
-    )
-    if kept:
+    if base.config._attn_implementation != "sdpa" or why_not_computed(model) or why_no_kernel(model, dtype):
         return False
     ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(PACKED)
     return True
+
+
+def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
+    """Why the variable-length kernel of a GPU cannot compute a model in `dtype` here; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
+    widths = {getattr(module, "head_dim", None) for module in model.modules() if hasattr(module, "is_causal")}
+    wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > 256)]
+    if wrong:
+        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to 256"
+    return None
 
 
 def why_not_computed(model: Model) -> str | None:

@@ -163,12 +163,8 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
         return why
     if any("dynamic" in kind for module in model.modules() for kind in _rope_types(module)):
         return f"the rotary embeddings of {model.config.model_type} depend on the longest row so far"
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        if dtype not in (torch.bfloat16, torch.float16):
-            return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
+    if next(model.parameters()).device.type == "cuda":
+        return attention.why_no_kernel(model, dtype)
     return None
 
 

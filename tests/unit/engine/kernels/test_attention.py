@@ -169,7 +169,9 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
     ahead.model.layers[0].self_attn.is_causal = False
     windowed = tiny.make_moe("Qwen2Moe", use_sliding_window=True, sliding_window=3, max_window_layers=1).bfloat16()
     windowed.set_attn_implementation("sdpa")
-    for model in (softcap, dropout, wide, chosen, named, masks, ahead, windowed):
+    uneven = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 20})).bfloat16()  # as OpenLLaMA 3B has heads of 100
+    large = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 264})).bfloat16()
+    for model in (softcap, dropout, wide, chosen, named, masks, ahead, windowed, uneven, large):
         before = model.config._attn_implementation
         assert not attention.use_for_packs(model, model.dtype)
         assert model.config._attn_implementation == before
