@@ -142,6 +142,13 @@ def _checkpointing(args: trl.SFTConfig) -> Iterator[str]:
         yield f"{both} are different ways to keep activations. Remove all but one."
     elif asked and asked[0][0] != "unsloth" and given.get("use_reentrant"):
         yield f"{asked[0][1]} needs `use_reentrant=False`. Remove `use_reentrant` from `gradient_checkpointing_kwargs`."
+    elif asked and asked[0][0] in (SELECTIVE, AUTO):
+        own = "`, `".join(name for name in ("debug", "context_fn") if given.get(name))
+        if own:
+            yield f"{asked[0][1]} sets `context_fn` and excludes `{own}` in `gradient_checkpointing_kwargs`. Remove it."
+    every = given.get("every_n_layers", 1)
+    if not isinstance(every, int) or every < 1:
+        yield f"`every_n_layers` in `gradient_checkpointing_kwargs` is {every!r}: expected an integer of at least 1."
 
 
 def argument_name(split: str) -> str:
