@@ -306,6 +306,29 @@ def adapter_arguments(config: Config, given: frozenset[str]) -> Contradictions:
             )
 
 
+def invoked_adapter(config: Config, given: frozenset[str]) -> Contradictions:
+    """An adapter that begins at invocation tokens (aLoRA), for which PEFT looks once per row of a batch."""
+    if not config.lora.adapter_kwargs.get("alora_invocation_tokens"):
+        return
+    data, training = config.data, config.training
+    parts = {
+        "data.packing": data.packing,
+        "model.tiled_mlp": config.model.tiled_mlp,
+        "training.context_parallel": training.context_parallel > 1,
+    }
+    for key in (key for key, on in parts.items() if on):
+        yield (
+            ("lora.adapter_kwargs", key),
+            "alora_invocation_tokens needs batches of whole rows, of one document each. Remove one of them.",
+        )
+    if training.gradient_checkpointing and (data.eval_file or data.eval or data.eval_fraction):
+        yield (
+            ("lora.adapter_kwargs", "training.gradient_checkpointing"),
+            "with alora_invocation_tokens, PEFT cannot evaluate while activations are recomputed. Set"
+            " gradient_checkpointing: false.",
+        )
+
+
 def _numbers(value: object) -> Iterator[int]:
     if isinstance(value, int):
         yield value
@@ -712,6 +735,8 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
         )
+    if arguments.get("debug") and kind in (SELECTIVE, AUTO):
+        yield (key, "training.gradient_checkpointing"), f"gradient_checkpointing {kind} has no debug. Remove debug."
     found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
     if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
@@ -869,6 +894,7 @@ RULES: tuple[Rule, ...] = (
     attention,
     managed_arguments,
     adapter_arguments,
+    invoked_adapter,
     adapter,
     adapter_modules,
     training_data,

@@ -142,6 +142,13 @@ def _checkpointing(args: trl.SFTConfig) -> Iterator[str]:
         yield f"{both} are different ways to keep activations. Remove all but one."
     elif asked and asked[0][0] != "unsloth" and given.get("use_reentrant"):
         yield f"{asked[0][1]} needs `use_reentrant=False`. Remove `use_reentrant` from `gradient_checkpointing_kwargs`."
+    elif asked and asked[0][0] in (SELECTIVE, AUTO):
+        own = "`, `".join(name for name in ("debug", "context_fn") if given.get(name))
+        if own:
+            yield f"{asked[0][1]} sets `context_fn` and excludes `{own}` in `gradient_checkpointing_kwargs`. Remove it."
+    every = given.get("every_n_layers", 1)
+    if not isinstance(every, int) or every < 1:
+        yield f"`every_n_layers` in `gradient_checkpointing_kwargs` is {every!r}: expected an integer of at least 1."
 
 
 def argument_name(split: str) -> str:
@@ -227,11 +234,11 @@ def _has_turns(row: Mapping[str, object]) -> bool:
     return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
 
 
-def check_model(model: Model, peft_config: PeftConfig | None) -> None:
+def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfig) -> None:
     """Check the model and its adapter.
 
     Raises:
-        Refused: the model is spread over several devices, or the adapter is a prompt.
+        Refused: the model is spread over several devices, or the adapter is a prompt, or one that packs would change.
     """
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -246,6 +253,8 @@ def check_model(model: Model, peft_config: PeftConfig | None) -> None:
                 f"the adapter is of the type {adapter.peft_type.value}: its virtual tokens are not in the plan of the "
                 "data. Use LoRA, or train with trl.SFTTrainer."
             )
+        if args.packing and getattr(adapter, "alora_invocation_tokens", None):
+            raise Refused("`alora_invocation_tokens` needs rows of one document each. Remove it, or `packing=True`.")
 
 
 def snapshot(*given: object) -> list[Snapshot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -219,19 +220,26 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    kept = (
-        base.config._attn_implementation != "sdpa"
-        or why_not_computed(model) is not None
-        or dtype not in (torch.bfloat16, torch.float16)
-        or torch.cuda.get_device_capability()[0] < 8
-    )
-    if kept:
+    if base.config._attn_implementation != "sdpa" or why_not_computed(model) or why_no_kernel(model, dtype):
         return False
     own = packed_attention if compiles else torch.compiler.disable(packed_attention)
     ALL_ATTENTION_FUNCTIONS.register(PACKED, own)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(PACKED)
     return True
+
+
+def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
+    """Why the variable-length kernel of a GPU cannot compute a model in `dtype` here; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
+    widths = {getattr(module, "head_dim", None) for module in model.modules() if hasattr(module, "is_causal")}
+    wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > 256)]
+    if wrong:
+        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to 256"
+    return None
 
 
 def why_not_computed(model: Model) -> str | None:
@@ -256,7 +264,15 @@ def why_not_computed(model: Model) -> str | None:
         return f"{name} attends to the tokens that it chooses"
     if any(getattr(module, "is_causal", True) is False for module in base.modules()):
         return f"{name} attends to tokens after each token"
+    kinds = {type(module) for module in base.modules() if hasattr(module, "is_causal")}
+    if getattr(config, "sliding_window", None) and any(map(_passes_no_window, kinds)):
+        return f"{name} has its sliding window in the mask alone"
     return None
+
+
+def _passes_no_window(kind: type[torch.nn.Module]) -> bool:
+    """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE)."""
+    return "sliding_window=" not in inspect.getsource(kind.forward)
 
 
 def found_in_call(attention_mask: torch.Tensor | None, arguments: JsonObject) -> str | None:
@@ -355,6 +371,4 @@ def boundaries(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 @functools.cache
 def gqa_argument(attention: Callable[..., object]) -> dict[str, bool]:
     """The argument that lets `attention` take fewer key than query heads; none in torch 2.11, which just does."""
-    import inspect
-
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}

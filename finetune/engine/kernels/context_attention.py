@@ -104,10 +104,10 @@ def gather_heads(output: torch.Tensor, heads: int, group: ContextGroup) -> torch
         output: [size * tokens, own heads, head_dim].
 
     Returns:
-        [tokens, heads, head_dim], without heads of zeros.
+        [tokens, heads, head_dim], without heads of zeros; contiguous, as some layers expect of any attention.
     """
     received: Any = _Exchange.apply(output.unflatten(0, (group.size, -1)), group)
-    return received.transpose(0, 1).flatten(1, 2)[:, :heads]
+    return received.transpose(0, 1).flatten(1, 2)[:, :heads].contiguous()
 
 
 # --- transformers' attention function ---------------------------------------------------------------------------------
@@ -119,10 +119,38 @@ def install(model: Model, group: ContextGroup) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(context_attention, group))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(NAME)
+    if rotary := [module for module in base.modules() if "longrope" in _rope_types(module)]:
+        _show_longest_document(base.base_model, rotary)
+
+
+def _rope_types(module: torch.nn.Module) -> list[str]:
+    """The kinds of a module of transformers that computes rotary embeddings; empty for others."""
+    kinds = getattr(module, "rope_type", ())
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+
+
+def _show_longest_document(decoder: torch.nn.Module, rotary: list[torch.nn.Module]) -> None:
+    """LongRoPE (Phi-3) has other frequencies if a position is beyond a limit: let it see the last one of the longest
+    document, which another rank may have."""
+    longest: int | None = None
+
+    def note(module: torch.nn.Module, args: tuple, given: JsonObject) -> None:
+        nonlocal longest
+        longest = given.get("max_length_q")
+
+    def rotate(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **further: Any) -> Any:
+        if longest is None:
+            return forward(x, position_ids, *args, **further)
+        seen = F.pad(position_ids, (0, 1), value=longest - 1)
+        return tuple(one[:, :-1] for one in forward(x, seen, *args, **further))
+
+    decoder.register_forward_pre_hook(note, with_kwargs=True)
+    for module in rotary:
+        module.forward = functools.partial(rotate, module.forward)  # type: ignore[method-assign]
 
 
 def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
@@ -133,12 +161,10 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     """
     if (why := attention.why_not_computed(model)) is not None:
         return why
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        if dtype not in (torch.bfloat16, torch.float16):
-            return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
+    if any("dynamic" in kind for module in model.modules() for kind in _rope_types(module)):
+        return f"the rotary embeddings of {model.config.model_type} depend on the longest row so far"
+    if next(model.parameters()).device.type == "cuda":
+        return attention.why_no_kernel(model, dtype)
     return None
 
 

@@ -63,11 +63,12 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
     """
     if stack.backend == "transformers":
         dtype = resolve_dtype(config, stack)
+        if model.config._attn_implementation == "flex_attention":
+            return None  # it would compile for the trial
         if stack.device == "cuda" and config.model.attn_implementation is None:
-            attention.use_for_packs(model, dtype)
-        if model.config._attn_implementation in (attention.PACKED, "flex_attention"):
-            return None  # the first gets the boundaries from the trainer; the second would compile for the trial
-        if any(distributed.gather_objects(_attends_across_documents(model, dtype))):
+            if attention.use_for_packs(model, dtype) and _any_attends_across_documents(model, dtype):
+                shard.base_model(model).set_attn_implementation("sdpa")  # no layer gets the boundaries (Nemotron)
+        if model.config._attn_implementation != attention.PACKED and _any_attends_across_documents(model, dtype):
             return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
         return None
     if stack.device != "cuda":
@@ -134,10 +135,15 @@ def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -
     return _differ(whole[own], part, dtype)
 
 
+def _any_attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
+    """Whether `_attends_across_documents` is true on any rank. Every rank calls it."""
+    return any(distributed.gather_objects(_attends_across_documents(model, dtype)))
+
+
 @torch.no_grad()
 def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     """Whether the logits of a packed document change with the document before it. Not every model of transformers
-    passes the position ids on to where the mask is made (OPT and BioGPT do not).
+    passes the position ids on to where the mask is made (OPT and BioGPT do not), or the boundaries to its layers.
 
     Args:
         dtype: that the run computes in.
@@ -147,7 +153,10 @@ def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     ids = torch.arange(tokens, device=device)[None] % vocabulary
     other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
     places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
-    found, changed = _logits(model, dtype, *({"input_ids": one, "position_ids": places} for one in (ids, other)))
+    given = {"position_ids": places}
+    if model.config._attn_implementation == attention.PACKED:
+        given |= attention.batch_arguments(torch.tensor([first, tokens - first], dtype=torch.int32), device)
+    found, changed = _logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
     return _differ(found[first:], changed[first:], dtype)
 
 

@@ -143,8 +143,11 @@ _ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "finetun
 
 
 def _keep_attention(context: Any, operator: Any, *inputs: Any, **options: Any) -> checkpoint.CheckpointPolicy:
-    """Keep what an operator of attention returns: its output and the logarithms of its sums."""
-    kept = operator.name().startswith(_ATTENTION)
+    """Keep what an operator of attention returns: its output and the logarithms of its sums. One with dropout is
+    computed again: skipped, it would not draw its masks, and those of the layer's other dropouts would be others."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, inputs, strict=False)) | options
+    kept = operator.name().startswith(_ATTENTION) and not given.get("dropout_p")
     return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -11,6 +11,7 @@ the model are tiled.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,10 +33,16 @@ Forward = Callable[..., torch.Tensor]
 
 
 def mlps(model: Model) -> Iterator[nn.Module]:
-    """The MLPs that can be tiled."""
+    """The MLPs that can be tiled: of hidden states alone (BLOOM's and MPT's add a residual themselves)."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in NAMES and next(experts.stacks(module), None) is None:
+        if name.rpartition(".")[2] in NAMES and next(experts.stacks(module), None) is None and _inputs(module) == 1:
             yield module
+
+
+def _inputs(module: nn.Module) -> int:
+    """How many inputs the forward method of a module needs; 1 if it takes any number."""
+    taken = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return max(1, sum(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in taken))
 
 
 def set_tiled(model: Model, on: bool) -> None:
@@ -48,8 +55,8 @@ def set_tiled(model: Model, on: bool) -> None:
     if on and not found:
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         raise UserError(
-            f"model.tiled_mlp is set, and {type(base).__name__} has no MLP that can be computed in slices (named "
-            f"{', '.join(NAMES)}). Set it to false."
+            f"model.tiled_mlp is set, and {type(base).__name__} has no MLP that can be computed in slices (one input, "
+            f"and named {', '.join(NAMES)}). Set it to false."
         )
     for module in found:
         forward = vars(module).get("forward", None)
@@ -102,16 +109,17 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _forward(whole: Forward, x: torch.Tensor, length: int) -> torch.Tensor:
-    """The outputs of all tiles, [..., hidden size], without a graph."""
+    """The outputs of all tiles, [..., hidden size], without a graph. No view: a layer may add to it in place (Falcon,
+    Llama 4), which autograd does not allow for a view that a function returns."""
     output: torch.Tensor | None = None
     rows = x.reshape(1, -1, x.shape[-1])
     for start in range(0, rows.shape[1], length):
         tile = whole(rows[:, start : start + length])
         if output is None:
-            output = tile.new_empty((1, rows.shape[1], tile.shape[-1]))
-        output[:, start : start + length] = tile
+            output = tile.new_empty((*x.shape[:-1], tile.shape[-1]))
+        output.view(1, -1, tile.shape[-1])[:, start : start + length] = tile
     assert output is not None
-    return output.view(*x.shape[:-1], output.shape[-1])
+    return output
 
 
 class _Keep(torch.autograd.Function):

@@ -51,7 +51,13 @@ from finetune.engine.training.batches import (
     unwrap_host_tensors,
 )
 from finetune.engine.training.ddp_buckets import DdpBuckets
-from finetune.engine.training.loss import StepStatistics, has_fused_head, loss_from_mean, loss_of_part
+from finetune.engine.training.loss import (
+    StepStatistics,
+    has_fused_head,
+    is_fused_head_exact,
+    loss_from_mean,
+    loss_of_part,
+)
 from finetune.engine.training.recompute import EVERYTHING_KEPT, Recomputation
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.engine.training.state_files import explain_load_error
@@ -171,6 +177,12 @@ class SFTTrainer(trl.SFTTrainer):
         self._eval_tokens: TokenStatistics | None = None  # of the last micro-batch
         # Unsloth's version of TRL's class may leave it out, for a transformers model in a program that imports Unsloth.
         self._has_fused_head = "unsloth" not in sys.modules or has_fused_head(self.model)
+        if self._has_fused_head and stack.backend == "transformers" and stack.device == "cuda":
+            with self.compute_loss_context_manager():
+                exact = is_fused_head_exact(self.model)
+            if self.sharded:
+                shard.reshard(self.model)
+            self._has_fused_head = all(distributed.gather_objects(exact))
         self._counts_checked = False
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[type, JsonObject]:  # type: ignore[override]

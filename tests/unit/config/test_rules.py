@@ -20,6 +20,8 @@ SHARED = ["--training.context_parallel", "2"]
 NO_MODEL = ["--data.train_file", "t.jsonl"]
 
 
+INVOKED = ["--lora.adapter_kwargs", "{alora_invocation_tokens: [5]}"]
+DEBUG = "{debug: true}"
 REENTRANT = "{use_reentrant: true}"
 
 
@@ -54,6 +56,10 @@ REENTRANT = "{use_reentrant: true}"
             ["--training.gradient_checkpointing", "offload", "--training.gradient_checkpointing_kwargs", REENTRANT],
             "needs use_reentrant: false",
         ),
+        (
+            ["--training.gradient_checkpointing", "selective", "--training.gradient_checkpointing_kwargs", DEBUG],
+            "selective has no debug",
+        ),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
         ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "exclude each other"),
@@ -66,6 +72,10 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "Keep one"),
         (["--data.response_part", "<bot>"], "embedded demo"),
         ([*MODEL, *SHARED, "--model.backend", "unsloth"], "with the transformers backend"),
+        ([*MODEL, *SHARED, *INVOKED], "needs batches of whole rows"),
+        ([*MODEL, "--model.tiled_mlp", "true", *INVOKED], "needs batches of whole rows"),
+        ([*MODEL, "--data.packing", *INVOKED], "needs batches of whole rows"),
+        ([*MODEL, "--data.eval_fraction", "0.1", *INVOKED], "PEFT cannot evaluate while activations are recomputed"),
         ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to true"),
         ([*MODEL, *SHARED, "--training.strategy", "auto"], "strategy auto places whole rows"),
         ([*MODEL, *SHARED, "--model.attn_implementation", "eager"], "replaces the model's attention implementation"),

@@ -49,6 +49,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "`activation_offloading=True` needs `use_reentrant=False`",
     ),
+    "selective, debug": (
+        dict(gradient_checkpointing="selective", gradient_checkpointing_kwargs={"debug": True}),
+        "`gradient_checkpointing='selective'` sets `context_fn` and excludes `debug`",
+    ),
+    "no layers": (
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": 0}),
+        "is 0: expected an integer of at least 1",
+    ),
     "kernels for a GPU": (dict(use_liger_kernel=True), "`use_liger_kernel=True`: there is no GPU. Remove it"),
     "a choice of kernels": (dict(liger_kernel_config={"rope": False}), "`liger_kernel_config={'rope': False}`"),
     "an end that is no token": (dict(eos_token="<nothing>"), "not found in the vocabulary"),
@@ -136,8 +144,11 @@ def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]
     assert "`eval_dataset['a']` is empty" in refusal(make, eval_dataset={"a": dataset(TEXTS).select([])})
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+def test_a_model_on_several_devices_and_an_adapter_that_packs_would_change_are_refused() -> None:
     from finetune.drop_in import refusals
 
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
-        refusals.check_model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None)
+        refusals.check_model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None, SimpleNamespace())
+    adapter = SimpleNamespace(alora_invocation_tokens=[5])
+    with pytest.raises(refusals.Refused, match="`alora_invocation_tokens` needs rows of one document each"):
+        refusals.check_model(SimpleNamespace(), adapter, SimpleNamespace(packing=True))

@@ -167,7 +167,11 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
     masks = DogeForCausalLM(DogeConfig(**sizes)).bfloat16()
     ahead = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
     ahead.model.layers[0].self_attn.is_causal = False
-    for model in (softcap, dropout, wide, chosen, named, masks, ahead):
+    windowed = tiny.make_moe("Qwen2Moe", use_sliding_window=True, sliding_window=3, max_window_layers=1).bfloat16()
+    windowed.set_attn_implementation("sdpa")
+    uneven = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 20})).bfloat16()  # as OpenLLaMA 3B has heads of 100
+    large = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 264})).bfloat16()
+    for model in (softcap, dropout, wide, chosen, named, masks, ahead, windowed, uneven, large):
         before = model.config._attn_implementation
         assert not attention.use_for_packs(model, model.dtype)
         assert model.config._attn_implementation == before
@@ -201,12 +205,27 @@ def test_what_the_run_computes_in_decides_and_not_the_parameters(
     from finetune.engine.model.packing import prepare_for_packs
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
     sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))  # float32, as beside 4-bit weights
     config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", *words], command="train")
     stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
-    prepare_for_packs(model, config, stack)
+    assert prepare_for_packs(model, config, stack) is None
     assert (model.config._attn_implementation == attention.PACKED) is packed
+
+
+def test_a_model_whose_layers_do_not_get_the_boundaries_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by trying it: its tokens would attend to all others, also to later ones."""
+    from finetune.engine.model.packing import prepare_for_packs
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+    model = tiny.make_moe("Nemotron")
+    model.set_attn_implementation("sdpa")
+    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16"])
+    stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
+    assert prepare_for_packs(model, config, stack) is None
+    assert model.config._attn_implementation == "sdpa"
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------

@@ -98,8 +98,10 @@ def test_few_heads_are_repeated_and_fewer_are_added(query: int, key_value: int, 
     assert deal_heads(query, key_value, ranks) == expected
 
 
-def model(heads: int, key_value: int, window: int | None) -> Any:
+def model(heads: int, key_value: int, window: int | None, limit: int | None = None) -> Any:
+    """With other rotary frequencies in rows of more than `limit` tokens."""
     torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=24,
@@ -112,6 +114,7 @@ def model(heads: int, key_value: int, window: int | None) -> Any:
         use_sliding_window=window is not None,
         sliding_window=window,
         max_window_layers=1,
+        rope_parameters=None if limit is None else rope | {"original_max_position_embeddings": limit},
     )
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
@@ -143,12 +146,13 @@ def alone(whole: Any, rows: list[list[Document]]) -> tuple[float, list[float], d
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_value", "ranks", "window", "pack_length", "kernel"),
+    ("heads", "key_value", "ranks", "window", "pack_length", "kernel", "limit"),
     [
-        pytest.param(4, 2, 2, None, 64, False, id="packs"),
-        pytest.param(9, 3, 2, None, None, False, id="heads that 2 does not divide"),
-        pytest.param(6, 1, 4, 7, 64, False, id="one key/value head, sliding window"),
-        pytest.param(6, 3, 2, None, 64, True, id="kernel of a GPU"),
+        pytest.param(4, 2, 2, None, 64, False, None, id="packs"),
+        pytest.param(9, 3, 2, None, None, False, None, id="heads that 2 does not divide"),
+        pytest.param(6, 1, 4, 7, 64, False, None, id="one key/value head, sliding window"),
+        pytest.param(6, 3, 2, None, 64, True, None, id="kernel of a GPU"),
+        pytest.param(4, 2, 2, None, None, False, 20, id="other frequencies in long rows"),
     ],
 )
 def test_shared_rows_are_as_each_document_alone(
@@ -158,6 +162,7 @@ def test_shared_rows_are_as_each_document_alone(
     window: int | None,
     pack_length: int | None,
     kernel: bool,
+    limit: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Loss, gradients and each document's loss. Documents of one token, and some that begin, end or lie across the
@@ -165,11 +170,11 @@ def test_shared_rows_are_as_each_document_alone(
     if kernel:
         monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
         monkeypatch.setattr(context_attention, "document_attention", attention.packed_attention)
-    rows = [documents(30, 2, 13, 1), documents(33, 17), []]
-    plain = model(heads, key_value, window)
+    rows = [documents(30, 2, 13, 1), documents(33, 17), []] if limit is None else [documents(30)]
+    plain = model(heads, key_value, window, limit)
     loss, of_documents, gradients = alone(plain, rows)
     group = threads(ranks)
-    shared = model(heads, key_value, window)
+    shared = model(heads, key_value, window, limit)
     context_attention.install(shared, group)
     tiny.checkpoint_activations(shared)
     copies = [copy.deepcopy(shared) for _ in range(ranks)]
@@ -239,6 +244,13 @@ def test_a_stand_in_computes_and_sends_as_much_as_each_rank(
     assert alone.sent_bytes == work["sent by 0"] and len(alone.sent_bytes) == 2 * 4
 
 
+@pytest.mark.parametrize(("heads", "ranks"), [(4, 4), (3, 2)])
+def test_the_output_is_contiguous(heads: int, ranks: int) -> None:
+    """As that of every attention of transformers: some layers call `view` on it (AFMoE)."""
+    own = -(-heads // ranks)
+    assert context_attention.gather_heads(torch.ones(2 * ranks, own, 8), heads, StandIn(size=ranks)).is_contiguous()
+
+
 def test_rows_without_bounds_are_computed_as_before() -> None:
     """As in generation, in which each rank has its own prompts."""
     plain, shared = model(4, 2, None), model(4, 2, None)
@@ -248,12 +260,15 @@ def test_rows_without_bounds_are_computed_as_before() -> None:
 
 
 def test_a_model_whose_attention_cannot_be_shared_is_refused() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     for family, changes, expected in (
         ("GptOss", {}, "has attention sinks"),
         ("DeepseekV3", {}, "value heads of deepseek_v3 are of another width"),
         ("Qwen3Moe", {"attention_dropout": 0.1}, "has attention_dropout 0.1"),
         ("Llama4Text", {}, "attends within chunks of a row"),
         ("Doge", {"num_experts": 0}, "attends to the tokens that it chooses"),
+        ("Qwen3Moe", {"rope_parameters": dynamic}, "rotary embeddings of qwen3_moe depend on the longest row so far"),
+        ("Qwen2Moe", {"use_sliding_window": True, "max_window_layers": 1}, "has its sliding window in the mask alone"),
         ("GPT2", {"n_inner": 16, "n_head": 2}, "has attn_pdrop 0.1"),
     ):
         why = context_attention.why_not_shared(tiny.make_moe(family, **changes), torch.float32)

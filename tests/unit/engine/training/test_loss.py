@@ -5,9 +5,11 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import pytest
 import torch
 
-from finetune.engine.training.loss import StepStatistics, loss_from_mean
+from finetune.engine.training.loss import StepStatistics, is_fused_head_exact, loss_from_mean
+from tests.helpers.tiny import make_moe
 
 
 class MeanModel(torch.nn.Module):
@@ -77,3 +79,38 @@ def test_statistics_are_sums_over_steps_until_they_are_taken() -> None:
     found.forget()
     found.add_loss(torch.tensor(2.0), ends_step=True)
     assert found.take_losses() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "exact"),
+    [
+        ("Granite", {"logits_scaling": 3.0}, True),
+        ("Gemma2", {"final_logit_softcapping": 0.1}, True),
+        ("Granite", {"final_logit_softcapping": 0.1}, False),  # which it does not have
+        ("ModernBertDecoder", {}, False),
+        ("Llama4Text", {}, False),
+    ],
+)
+def test_a_fused_head_that_is_not_the_models_own_is_found(
+    family: str, changes: dict, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trl.trainer.utils
+
+    class Kernel:
+        """What TRL's kernel for GPUs computes, written out."""
+
+        @staticmethod
+        def apply(
+            hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, chunk: int, cap: Any, scale: float,
+            outputs: Any,
+        ) -> Any:  # fmt: skip
+            logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
+            return logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0], None, None, None, None
+
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Kernel)
+    model = make_moe(family, **changes)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    trl.trainer.utils.add_fused_lm_head(model)
+    assert is_fused_head_exact(model) is exact and model.training

@@ -86,6 +86,32 @@ def test_how_often_attention_is_computed(kind: str | bool, times: int) -> None:
     assert run.counts["aten::_scaled_dot_product_flash_attention_for_cpu"] == times
 
 
+def test_attention_that_draws_dropout_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's kernels do: the masks of the dropout after it are those of the forward pass."""
+
+    @torch.library.custom_op("finetune_tests::attention", mutates_args=())
+    def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        return torch.dropout(x, dropout_p, True).clone()
+
+    attention.register_autograd(lambda context, gradient: (gradient, None))
+    monkeypatch.setattr(recompute, "_ATTENTION", ("finetune_tests::",))
+    layer = torch.nn.Linear(8, 8)
+
+    def forward(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        return torch.dropout(attention(layer(x), dropout_p), 0.5, True).sin().sum()
+
+    selective = recompute._function("selective", {"use_reentrant": False})
+    for dropout_p, times in ((0.0, 1), (0.3, 2)):
+        found = []
+        for call in (lambda function, *inputs: function(*inputs), selective):
+            torch.manual_seed(0)
+            layer.zero_grad()
+            with Operators() as run:
+                call(forward, torch.ones(4, 8), dropout_p).backward()
+            found.append(layer.weight.grad.clone())
+        assert torch.equal(*found) and run.counts["finetune_tests::attention"] == times
+
+
 def test_unsloths_kind_is_the_standard_one_on_the_other_backend() -> None:
     assert recompute.resolve("unsloth", "transformers") is True
     assert recompute.resolve("unsloth", "unsloth") == "unsloth"

@@ -123,13 +123,10 @@ def test_evaluation_is_in_tiles_as_well(computed: Counter[str]) -> None:
     assert computed == {"tokens": IDS.numel() * LAYERS, "longest": TILE}
 
 
-def test_a_layer_that_saves_the_output_of_its_mlp() -> None:
-    """A norm after the MLP: the layer's recomputation needs the MLP's output."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, head_dim=8)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, use_cache=False)
-    model: Any = Gemma2ForCausalLM(Gemma2Config(**shape, **heads)).train()
+@pytest.mark.parametrize("family", ["Gemma2", "Falcon"])
+def test_a_layer_that_does_more_with_the_output_of_its_mlp(family: str) -> None:
+    """A norm after the MLP: the layer's recomputation needs the MLP's output. Falcon adds to it in place."""
+    model = make_moe(family, num_key_value_heads=1)
     expected = gradients(model)
     recompute.apply(model, Recomputation(kind=True, tiled_mlp=True), STACK)
     assert_equal(gradients(model), expected)
@@ -146,6 +143,8 @@ def test_routed_experts_are_left_whole() -> None:
     assert names(make_moe("DeepseekV3")) == ["model.layers.0.mlp", "model.layers.1.mlp.shared_experts"]
     with pytest.raises(UserError, match="MixtralForCausalLM has no MLP that can be computed in slices"):
         tiled_mlp.set_tiled(make_moe("Mixtral"), True)
+    with pytest.raises(UserError, match="BloomForCausalLM has no MLP that can be computed in slices .one input, and"):
+        tiled_mlp.set_tiled(make_moe("Bloom"), True)  # takes a residual, too
     adapted = peft.get_peft_model(make_moe("Mixtral"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UserError, match="and MixtralForCausalLM has no MLP"):
         tiled_mlp.set_tiled(adapted, True)
