@@ -332,7 +332,9 @@ DROP_FAULTS = {
     "frozen": ("    if torch", "    model.resize_token_embeddings(700)\n    if torch"),
     "another adapter": ("peft_config=LoraConfig(", 'peft_config=__import__("peft").AdaLoraConfig(total_step=50, '),
     "trained besides the adapter": ("        trainer.train()", "        model.lm_head.weight.requires_grad = True\n        trainer.train()"),
-    "an adapter twice": ("    if torch", "    model = __import__('peft').get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules='all-linear'))\n    if torch"),
+    "an adapter of another type": ("    if torch", "    model = __import__('peft').get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules='all-linear'))\n    if torch"),
+    "an adapter over another": ("    if torch", "    model = __import__('peft').get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.2, target_modules='all-linear', task_type='CAUSAL_LM'))\n    if torch"),
+    "an adapter twice": ("    if torch", "    for _ in range(2):\n        model = __import__('peft').get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules='all-linear', task_type='CAUSAL_LM'))\n    if torch"),
     "a former argument of the loader": ('LM.from_pretrained("acme/tiny", dtype', 'LM.from_pretrained("acme/tiny", use_auth_token=True, dtype'),
     "an undefined name": ("    if torch", "    print(undefined)\n    if torch"),
 }  # fmt: skip

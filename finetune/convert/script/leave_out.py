@@ -11,7 +11,17 @@ import re
 
 from finetune.convert.analysis.changes import gives_own_tokenizer
 from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
-from finetune.convert.analysis.names import DEFINITIONS, Program, calls, in_place, is_import, lone_call, method, root
+from finetune.convert.analysis.names import (
+    DEFINITIONS,
+    Program,
+    calls,
+    changed_in_loop,
+    in_place,
+    is_import,
+    lone_call,
+    method,
+    root,
+)
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.notebook.read import Statement
 from finetune.convert.script import rewrite as code
@@ -55,19 +65,42 @@ def reasons(draft: Draft) -> dict[int, str | None]:
 
 
 def _works_without(draft: Draft, node: ast.stmt) -> bool:
-    """Whether a function or class of the notebook does what is left out elsewhere, and changes nothing outside."""
-    names = [draft.program.dotted(call.func) for call in calls(node)]
+    """Whether a function or class of the notebook does what is left out elsewhere, and changes nothing that is read
+    elsewhere."""
+    program = draft.program
+    names = [program.dotted(call.func) for call in calls(node)]
     account = any(matches("service", name) or matches("account", name) for name in names)
-    if not (account or _infers(node) or _draws(draft, node) or _runs_pip(node)):
+    if not (account or _infers(node) or _draws(draft, node) or _runs_pip(node)) or _SEEDS.search(ast.unparse(node)):
         return False
+    elsewhere = {
+        name for one in program.statements[: draft.train + 1] if one.node is not node for name in code.reads(one.node)
+    }
+    return not _changes(draft, node) & (elsewhere | program.imports.keys())
+
+
+def _changes(draft: Draft, node: ast.stmt) -> set[str | None]:
+    """Names of what a function changes outside of it, also as its argument: of models, and of tokenizers."""
     inside = list(ast.walk(node))
-    local = {one.arg for one in inside if isinstance(one, ast.arg)}
+    local = {one.arg for one in inside if isinstance(one, ast.arg)} - draft.models - draft.tokenizers
     local |= {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     changed = [
         one for one in inside if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store)
     ]
-    changed += [call.func for call in calls(node) if method(call) in named("mutates") | named("casts")]
-    return not _SEEDS.search(ast.unparse(node)) and all(root(one) in local for one in changed)
+    changed += [call.func for call in calls(node) if method(call) in named("mutates") or _casts(call)]
+    in_loops = [changed_in_loop(one) & draft.models for one in inside if isinstance(one, ast.For)]
+    return ({root(one) for one in changed} - local).union(*in_loops)
+
+
+def _casts(call: ast.Call) -> bool:
+    """Whether it casts a module: not a tensor that is computed here, as in `model(ids).logits.float()`."""
+    made = [one for one in calls(call.func) if not method(one).startswith("get_")]
+    return method(call) in named("casts") and not _moves(call) and not made
+
+
+def _moves(call: ast.Call) -> bool:
+    """Whether it moves what it is called on or sets its mode, and casts nothing."""
+    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
+    return method(call) in named("moves") and not _DTYPE.search(arguments)
 
 
 def _add_unused(draft: Draft, found: dict[int, str | None]) -> None:
@@ -277,8 +310,7 @@ def _device(draft: Draft, statement: Statement) -> str | None:
         return "each rank has its own device"
     if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
         return "the trainer sets up the model on each rank"
-    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
-    if own and last in named("moves") and not _DTYPE.search(arguments):
+    if own and _moves(call):
         return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
     return None
 

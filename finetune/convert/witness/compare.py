@@ -317,7 +317,19 @@ def _on_length(one: list[Any], two: list[Any], limit: Any) -> str:
     )
 
 
+def _without_added(one: list[Any], two: list[Any], added: int, eos: int | None) -> list[Any]:
+    """The script's rows without those that train only the end token that it adds, which the notebook leaves out."""
+    kept: list[Any] = []
+    for row in two:
+        only_end = row[0][-1] == added == row[1][-1] and all(label == -100 for label in row[1][:-1])
+        mine = one[len(kept)] if len(kept) < len(one) else None
+        if not only_end or _same_row(mine, row, added, eos):
+            kept.append(row)
+    return kept
+
+
 def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None, eos: int | None) -> str:
+    two = two if added is None else _without_added(one, two, added, eos)
     for number, (mine, theirs) in enumerate(zip_longest(one, two)):
         if _same_row(mine, theirs, added, eos):
             continue

@@ -51,8 +51,11 @@ def reached(job: Values, stand_ins: types.ModuleType) -> Values:
     def init(self: Any, *positional: Any, **given: Any) -> None:
         model = positional[0] if positional else given.get("model")
         config, held = given.pop("peft_config", None), stand_ins.record.get("lora")
-        if config is not None and held is not None and stand_ins.adapter(config.to_dict()) != held:
-            raise ValueError("the trainer is given a `PeftModel` and another `peft_config`")  # as TRL does
+        if config is not None and held is not None:
+            more = stand_ins.record.get("adapter", {})
+            if stand_ins.adapter(config.to_dict()) != held or not stand_ins.record["adapter"].items() <= more.items():
+                raise ValueError("the trainer is given a `PeftModel` and another `peft_config`")  # as TRL does
+            stand_ins.record["adapter"] = more
         if held is None:
             stand_ins.record_adapter(config, model)
         stand_ins.record["own functions"] = stand_ins.own_functions(given)

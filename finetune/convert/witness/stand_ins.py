@@ -602,8 +602,11 @@ def _replace_adapters() -> None:
     import peft.mapping_func
     import trl.trainer.sft_trainer as sft
 
-    def get_peft_model(model: object, peft_config: object = None, *_: object, **named: object) -> object:
+    def get_peft_model(model: Any, peft_config: object = None, *_: object, **named: object) -> object:
         record_adapter(peft_config or named.get("peft_config"), model)
+        if getattr(model, "adapted", False):  # PEFT puts it inside of the other one, and trains both
+            record.setdefault("adapter", {})["over another"] = True
+        model.adapted = True
         return model
 
     def unchanged(model: object, *given: object, **named: object) -> object:

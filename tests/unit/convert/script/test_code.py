@@ -265,6 +265,10 @@ GONE = {
     "a histogram": "lengths = [len(tokenizer(r['text'])['input_ids']) for r in rows]\nimport matplotlib.pyplot as plt\nplt.hist(lengths)\nplt.show()",
     "generation": 'inputs = tokenizer("a", return_tensors="pt").to("cuda")\noutputs = model.generate(**inputs)\nprint(tokenizer.decode(outputs[0]))',
     "a pipeline": 'from transformers import pipeline\npipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\npipe("a")',
+    "a function that generates": 'def ask(q):\n    inputs = tokenizer(q, return_tensors="pt").to("cuda")\n    return tokenizer.decode(model.generate(**inputs)[0])\nprint(ask("a"))',
+    "a function that moves the model": 'def ask(q):\n    model.to("cuda").eval()\n    return model.generate(torch.tensor([tokenizer.encode(q)]).to(model.device))\nprint(ask("a"))',
+    "a function that computes": 'def ask(q):\n    print(model(**tokenizer(q)).logits.float(), model.generate(q))\nask("a")',
+    "a function with a history": 'asked = []\ndef ask(q):\n    asked.append(q)\n    print(model.generate(q))\nask("a")',
     "a device": 'torch.cuda.set_device(0)\nDEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"\nif DEVICE != "cpu":\n    model.to(DEVICE)',
     "model parallelism": "if torch.cuda.device_count() > 1:\n    model.is_parallelizable = True\n    model.model_parallel = True",
     "dead code": "if False:\n    model = None",
@@ -295,6 +299,18 @@ KEPT = {
     "a function that also generates": (
         'def setup():\n    print(model.generate(rows))\n    tokenizer.add_tokens(["<p>"])\nsetup()',
         ["setup()", "tokenizer.add_tokens(['<p>'])"],
+    ),
+    "a function that also changes its argument": (
+        'def ask(tokenizer):\n    tokenizer.add_tokens(["<p>"])\n    return model.generate(rows)\nprint(ask(tokenizer))',
+        ["ask(tokenizer)", "tokenizer.add_tokens(['<p>'])"],
+    ),
+    "a function that also freezes": (
+        "def ask():\n    for p in model.parameters():\n        p.requires_grad = False\n    print(model.generate(rows))\nask()",
+        ["ask()", "p.requires_grad = False"],
+    ),
+    "a function that also casts": (
+        "def ask():\n    print(model.generate(rows))\n    model.to(torch.float16)\n    model.get_input_embeddings().half()\nask()",
+        ["ask()", "model.to(torch.float16)"],
     ),
     "globals": ("count = 0\ndef number(row):\n    global count\n    count += 1\n    return row\nrows = rows.map(number)", ["nonlocal count"]),
     "tokens by the notebook": ("def tok(r):\n    enc = tokenizer(r['text'])\n    enc['labels'] = [-100] + enc['input_ids'][1:]\n    return enc\nrows = rows.map(tok)", ["enc['labels'] = [-100]", "rows.map(tok)"]),

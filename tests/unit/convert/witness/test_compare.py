@@ -49,7 +49,7 @@ def write(path: Path, *cells: str) -> Path:
 
 
 def planted(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"{old!r} is not in the settings once"
+    assert text.count(old) == 1, f"{old!r} is not in the script once"
     return text.replace(old, new)
 
 
@@ -280,15 +280,41 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
 
+@pytest.mark.parametrize(
+    ("notebook", "script", "unsloth", "same"),
+    [
+        ([5], [7, 5], True, True),
+        ([5], [5, 7], True, True),
+        ([5, 8], [5, 7], True, False),
+        ([5, 7], [5], True, False),
+        ([5], [5, 7], False, False),
+    ],
+)
+def test_a_row_that_only_an_added_end_token_trains_does_not_count(
+    notebook: list[int], script: list[int], unsloth: bool, same: bool
+) -> None:
+    """7: a row without an answer, of which the notebook's trainer trains nothing if it adds no end token."""
+
+    def run(rows: list[int]) -> dict[str, Any]:
+        made = [[[row, 9, 2], [-100, -100 if row == 7 else 9, 2]] for row in rows]
+        return {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None,
+                "given": {"output_dir": None}, "eos": 2, "rows": made}  # fmt: skip
+
+    assert (witness.first_difference([run(notebook)], [run(script)], unsloth=unsloth) == "") == same
+
+
 @pytest.mark.campaign
 def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) -> None:
-    notebook = ROOT / "tests" / "cases" / "convert-no-answer-rows" / "no_answer_rows.ipynb"
-    right = convert(notebook).conversion
+    """By a filter with the notebook's names and constants, so that only rows without an answer show the fault."""
+    notebook = tmp_path / "no_answer_rows.ipynb"
+    source = (ROOT / "tests" / "cases" / "convert-no-answer-rows" / notebook.name).read_text()
+    mapped = "rows.map(talk, remove_columns=rows.column_names)"
+    filtered = f"{mapped}.filter(lambda row: len(row['messages'][-1]['content']) >= 0)"
+    notebook.write_text(planted(source, mapped, filtered))
+    right = convert(notebook, witness=False).conversion
     name = f"{right.name}.py"
     assert witness.check(notebook, {name: right.script}).status == "passed"
-    trainer = right.script.index("    trainer = SFTTrainer(")
-    dropped = "    train = train.filter(lambda row: row['messages'][-1]['content'] != '')\n"
-    found = witness.check(notebook, {name: right.script[:trainer] + dropped + right.script[trainer:]})
+    found = witness.check(notebook, {name: planted(right.script, ">= 0", "> 0")})
     assert found.status == "differs" and "(rows of which some values are empty)" in found.reason
 
 
@@ -328,9 +354,9 @@ def test_a_written_file_that_is_left_out_makes_a_difference(tmp_path: Path) -> N
     right = convert(notebook, witness=False).conversion
     name = f"{right.name}.py"
     assert witness.check(notebook, {name: right.script}).status == "passed"
-    (written,) = [line for line in right.script.splitlines(keepends=True) if ".to_json(" in line]
+    written = 'train_df.to_json("train.jsonl", orient="records", lines=True)'
     for script in (right.script, right.script.replace('"train.jsonl", split', '"/content/train.jsonl", split')):
-        found = witness.check(notebook, {name: planted(script, written, "")})
+        found = witness.check(notebook, {name: planted(script, written, "pass")})
         assert found.status == "differs" and "token ids differ" in found.reason
 
 
