@@ -245,8 +245,8 @@ class TrainingConfig:
     )
     gradient_checkpointing: Literal["unsloth", "offload", "selective", "auto"] | bool = _setting(
         "unsloth",
-        "Recompute activations: false, selective (not attention), true, offload or unsloth (CPU memory); auto measures."
-        " auto: the fastest that holds this job, measured.",
+        "Recompute activations: false, selective (not attention), true, offload or unsloth (CPU memory); or auto: the "
+        "fastest that holds this job, measured.",
     )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)

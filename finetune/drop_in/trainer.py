@@ -27,7 +27,7 @@ from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine import run
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.kernels import fused_lora, grouped_experts, liger
-from finetune.engine.model import load_arguments, packing, positions, tokenizer_loading
+from finetune.engine.model import experts, load_arguments, packing, positions, tokenizer_loading
 from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, final_model
@@ -165,6 +165,7 @@ class SFTTrainer(engine.SFTTrainer):
             )
         if self.job.layer_kernels.kernels == liger.LIGER:
             liger.install(self.model)
+        experts.freeze_biases_of_choice(self.model)
         fused_lora.install(self.model)
         grouped_experts.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)

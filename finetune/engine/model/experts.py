@@ -22,6 +22,7 @@ from finetune.runtime.types import JsonObject, Model
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 # The same for the number of routed experts of a layer.
 NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_BIASES_OF_CHOICE = (".e_score_correction_bias", ".expert_bias")
 
 
 def per_token(config: Any, path: str) -> int | None:
@@ -41,6 +42,14 @@ def per_token(config: Any, path: str) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def freeze_biases_of_choice(model: Any) -> None:
+    """Freeze what only the choice of experts depends on, and has no gradient (Ernie 4.5, AFMoE): their classes freeze
+    it, but transformers makes everything trainable that it loads."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(_BIASES_OF_CHOICE):
+            parameter.requires_grad_(False)
 
 
 def stacks(model: Any) -> Iterator[tuple[str, nn.Module, int]]:

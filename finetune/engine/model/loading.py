@@ -13,7 +13,7 @@ import torch
 from finetune.config import Config
 from finetune.config.rules import LOADED_AS
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
-from finetune.engine.model import adapter_targets, expert_targets
+from finetune.engine.model import adapter_targets, expert_targets, experts
 from finetune.engine.model.adapters import (
     adapter_arguments,
     adapter_seed,
@@ -75,7 +75,9 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
         if config.model.load_in_fp8:
             fp8.convert(model)
         master_weights.widen(model, config.training.master_weights, config.model.full_finetuning)
-        if not config.model.full_finetuning:
+        if config.model.full_finetuning:
+            experts.freeze_biases_of_choice(model)
+        else:
             fused_lora.install(model)
             grouped_experts.install(model)
     bits = quantization_bits(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -10,7 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from finetune.engine.model import experts
+from finetune.config import load
+from finetune.engine.model import experts, loading
+from finetune.runtime.bootstrap import Stack
 
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS, VOCABULARY = 32, 16, 8, 2, 2, 64
 SMALL: dict[str, Any] = {
@@ -132,3 +135,20 @@ def test_quantized_stacks_count_unpacked() -> None:
     assert sum(one.numel() for one in model.parameters()) < plain.total
     found = experts.count(model)
     assert (found.total, found.active) == (plain.total, plain.active)
+
+
+def test_a_bias_of_the_choice_is_frozen_in_full_fine_tuning(tmp_path: Path) -> None:
+    """transformers makes it trainable in loading; it has no gradient, for which DDP would wait."""
+    sizes: Any = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    config = transformers.Ernie4_5_MoeConfig(
+        **sizes, num_hidden_layers=2, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1
+    )
+    transformers.Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    words = ["--model.model_name_or_path", str(tmp_path), "--data.train_file", "x", "--model.full_finetuning", "true"]
+    model = loading.load(load(words, command="train"), stack, row_length=64)
+    ids = torch.arange(1, 33)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    named = dict(model.named_parameters())
+    assert [name for name, one in named.items() if one.requires_grad and one.grad is None] == []
+    assert not named["model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"].requires_grad
