@@ -106,7 +106,7 @@ def check_adapter(held: int, stored: int) -> None:
 def _save_through_transformers(model: Model, folder: Path, dtype: torch.dtype | None) -> None:
     """Models whose files have other tensors than the model: transformers converts them, whole on rank 0's host."""
     kept = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights(model).items():
         gathered = shard.gather_full(tensor)
         if distributed.ranks().is_main:
             if dtype is not None:
