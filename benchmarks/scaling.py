@@ -60,6 +60,7 @@ KEPT = (
     "tokens",
     "steps",
     "seconds_to_first_step",
+    "start_up",
     "peak_memory_gib",
     "losses",
     "exposed_communication_fraction",

@@ -66,8 +66,9 @@ KINDS = {
     "QLoRA": ("--lora.r", "16", "--training.learning_rate", "2e-4", "--model.load_in_4bit", "true"),
 }
 KEPT = ("status", "error", "world_size", "losses", "step_seconds_median", "tokens_per_second_per_gpu", "sharding",
-        "peak_memory_gib", "prediction", "batch", "seconds_to_first_step", "mfu", "exposed_communication_fraction",
-        "hardware", "invariants", "backend", "attention", "layer_kernels")  # fmt: skip
+        "peak_memory_gib", "prediction", "batch", "seconds_to_first_step", "start_up", "mfu",
+        "exposed_communication_fraction", "hardware", "invariants", "backend", "attention",
+        "layer_kernels")  # fmt: skip
 
 
 def main() -> int:
