@@ -271,8 +271,12 @@ def why_not_computed(model: Model) -> str | None:
 
 
 def _passes_no_window(kind: type[torch.nn.Module]) -> bool:
-    """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE)."""
-    return "sliding_window=" not in inspect.getsource(kind.forward)
+    """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE), or
+    have no source that would tell."""
+    try:
+        return "sliding_window=" not in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return True
 
 
 def found_in_call(attention_mask: torch.Tensor | None, arguments: JsonObject) -> str | None:
@@ -305,10 +309,16 @@ def packed_attention(
         [rows, tokens, heads, head_dim], and no weights.
 
     Raises:
-        UserError: the model's attention of a packed row needs more than that.
+        UserError: the model's attention of a packed row needs more than that, or its layers lose the boundaries.
     """
     bounds = further.get("cu_seq_lens_q")
     if bounds is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
+            # The placeholder of `batch_arguments`, which SDPA would take for leave to see every token.
+            raise UserError(
+                "The layers of this model do not pass on where packed documents begin. Set model.attn_implementation: "
+                "sdpa."
+            )
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(  # type: ignore[return-value]

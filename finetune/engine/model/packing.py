@@ -78,7 +78,8 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
-    if not config.model.full_finetuning and not _has_unsloths_attention(model):
+    chosen = config.model.full_finetuning or config.model.attn_implementation is not None
+    if not chosen and not _has_unsloths_attention(model):
         # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
         # each step, which syncs three times. In full fine-tuning the call is part of a compiled block: `flash_blocks`.
         attention.use_for_packs(model, resolve_dtype(config, stack), compiles=False)
@@ -156,7 +157,10 @@ def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     given = {"position_ids": places}
     if model.config._attn_implementation == attention.PACKED:
         given |= attention.batch_arguments(torch.tensor([first, tokens - first], dtype=torch.int32), device)
-    found, changed = _logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
+    try:
+        found, changed = _logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
+    except UserError:  # the layers lose the boundaries
+        return True
     return _differ(found[first:], changed[first:], dtype)
 
 
@@ -165,12 +169,13 @@ def _logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.T
     keep_4bit_layout(model)
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        found = [model(**row, use_cache=False).logits[0].float() for row in rows]
-    model.train(was_training)
-    if shard.is_sharded(model):
-        shard.reshard(model)
-    return found
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return [model(**row, use_cache=False).logits[0].float() for row in rows]
+    finally:
+        model.train(was_training)
+        if shard.is_sharded(model):
+            shard.reshard(model)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:

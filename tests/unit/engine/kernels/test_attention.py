@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import varlen
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from finetune.config import load
 from finetune.engine.kernels import attention
@@ -200,8 +202,6 @@ def test_a_call_that_needs_more_than_the_kernel_is_refused(given: dict) -> None:
 def test_what_the_run_computes_in_decides_and_not_the_parameters(
     words: list[str], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from finetune.engine.model.packing import prepare_for_packs
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -226,6 +226,27 @@ def test_a_model_whose_layers_do_not_get_the_boundaries_keeps_its_attention(monk
     stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
     assert prepare_for_packs(model, config, stack) is None
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_layers_that_lose_the_boundaries_attend_to_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not tried before, as on Unsloth."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = tiny.make_moe("Nemotron")
+    model.set_attn_implementation("sdpa")
+    assert attention.use_for_packs(model, torch.bfloat16)
+    further = attention.batch_arguments(torch.tensor([4, 8], dtype=torch.int32), torch.device("cpu"))
+    with pytest.raises(UserError, match="attn_implementation: sdpa"):
+        model(input_ids=torch.arange(12)[None], use_cache=False, **further)
+    assert model(input_ids=torch.arange(12)[None], use_cache=False).logits.shape[1] == 12  # other rows
+
+
+def test_a_window_is_not_taken_to_be_passed_on_without_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+
+    model = model_of("window", monkeypatch)
+    assert attention.why_not_computed(model) is None
+    monkeypatch.setattr(MistralAttention, "forward", print)
+    assert "sliding window" in str(attention.why_not_computed(model))
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------
@@ -478,13 +499,11 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
     ("transformers", [], True),
     ("unsloth", [], False),
     ("transformers", ["--model.full_finetuning", "true"], False),
+    ("transformers", ["--model.attn_implementation", "sdpa"], False),
 ])  # fmt: skip
 def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
     blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch, whose: str, words: list[str], packed: bool
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaAttention
-
     from finetune.engine.model.packing import prepare_for_packs
 
     def forward(*given: Any, **named: Any) -> None: ...
