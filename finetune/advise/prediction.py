@@ -41,7 +41,7 @@ def check_devices(config: Config, machine: Hardware) -> None:
         key = f"training.context_parallel: {shared}" if shared > 1 else "training.strategy: shard"
         raise UserError(
             f"A job with {key} needs at least {counted(fewest, 'device')}, and {here} {'is' if here == 1 else 'are'} "
-            "here, of which advise recommends a number. `finetune dryrun` measures it on one."
+            "here. `finetune dryrun` measures it on one."
         )
 
 

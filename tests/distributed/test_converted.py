@@ -1,5 +1,7 @@
 """Converted notebooks and scripts of one's own, launched as users do: on one process and on two gloo ranks."""
 
+# ruff: noqa: E501  (cells stand as they do in notebooks)
+
 from __future__ import annotations
 
 import json
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from finetune.convert.command import convert
 from tests.helpers import ROOT, launch, tiny
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -219,3 +222,67 @@ def test_a_function_that_fails_on_one_rank_ends_all(tiny_model: Path, tmp_path: 
     assert expected in output
     assert 'raise KeyError("this rank alone")' in output and "finetune/job.py" not in output
     assert not any(note.startswith(("trainer", "save")) for note in notes)
+
+
+# --- a notebook for each kind of rows -----------------------------------------------------------------------------------
+
+CELL_LOAD = """from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("MODEL")
+tokenizer = AutoTokenizer.from_pretrained("MODEL")
+rows = load_dataset("json", data_files="ROWS", split="train")
+"""
+CELL_MAP = """def change(row):
+    question, answer = row["messages"][-2]["content"], row["messages"][-1]["content"]
+    return {}
+rows = rows.map(change, remove_columns=rows.column_names)
+"""
+CELL_TRAIN = """trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer, peft_config=LoraConfig(r=4), MORE)
+trainer.train()
+trainer.save_model("OUT/final")
+"""
+CELL_ARGS = """args = SFTConfig(output_dir="OUT", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=4, learning_rate=1e-3,
+                 bf16=False, logging_steps=1, max_length=128, seed=7, MORE)
+"""
+BY_ROWS = {
+    # name: statements about the rows, arguments of SFTConfig, arguments of the trainer
+    "text": (CELL_MAP.replace("{}", '{"text": question + answer + tokenizer.eos_token}'), 'warmup_steps=1', ""),
+    "messages": ("", 'lr_scheduler_type="cosine"', ""),
+    "completions": (CELL_MAP.replace("{}", '{"prompt": question, "completion": " " + answer}'), "weight_decay=0.1", ""),
+    "formatting": ('def form(row):\n    return row["messages"][-1]["content"] + tokenizer.eos_token\n', "max_grad_norm=0.3", "formatting_func=form"),
+    "packed": (CELL_MAP.replace("{}", '{"text": answer + tokenizer.eos_token}'), "packing=True", ""),
+}  # fmt: skip
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_losses_of_each_kind_of_rows_do_not_depend_on_the_ranks(
+    name: str, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    data, arguments, more = BY_ROWS[name]
+    text = CELL_LOAD + data + CELL_ARGS.replace("MORE", arguments) + CELL_TRAIN.replace("MORE", more)
+    text = text.replace("MODEL", str(tiny_model)).replace("ROWS", str(tiny_data / "train.jsonl"))
+    notebook = tmp_path / "mine.py"
+    notebook.write_text("# %%\n" + text.replace("OUT", str(tmp_path / "out")))
+    outcome = convert(notebook)
+    assert outcome.result == "converted", outcome.reason
+    conversion = outcome.conversion
+    losses = []
+    for ranks, how in ((1, "1 rank"), (2, "2 ranks")):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        out = folder / "out"
+        (folder / f"{conversion.name}.py").write_text(conversion.script.replace(str(tmp_path / "out"), str(out)))
+        done = launch.run(
+            how, [], cache=folder, script=folder / f"{conversion.name}.py", HF_DATASETS_CACHE=str(folder / "datasets"),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-6000:]
+        found = next(folder.rglob("run.json"))
+        record = json.loads(found.read_text())
+        assert record["world_size"] == ranks and record["batch"]["global_batch_size"] == 8
+        losses.append(record["losses"])
+    assert len(losses[0]) == 4
+    assert worst(*losses) < 1e-5, losses
