@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 OverLength = Literal["truncate", "keep_end", "drop", "split"]
+PREVIEW_START, PREVIEW_END = 1000, 500  # tokens of a long document that a preview shows
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
 
@@ -373,14 +374,22 @@ class Encoder:
 
 def preview(encoded: Encoded, tokenizer: Tokenizer, *, color: bool = True) -> rich.text.Text:
     """The decoded tokens of one document, with supervised ones in bold green and the context dimmed. Without color (as
-    in a log file), supervised tokens are enclosed in the brackets \u27e6 and \u27e7."""
+    in a log file), supervised tokens are enclosed in the brackets \u27e6 and \u27e7. A long document is shown without
+    its middle."""
     import rich.text
 
     supervised = encoded.labels != IGNORE_INDEX
     supervised[:1] = False  # never predicted
-    edges = [0, *(np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist(), len(supervised)]
+    count = len(supervised)
+    cut, resumed = (PREVIEW_START, count - PREVIEW_END) if count > PREVIEW_START + PREVIEW_END else (count, count)
+    changes = (np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist()
+    edges = sorted({0, *changes, cut, resumed, count})
     result = rich.text.Text()
     for start, stop in zip(edges, edges[1:], strict=False):
+        if cut <= start < resumed:
+            if start == cut:
+                result.append(f" [... {resumed - cut:,} tokens ...] ")
+            continue
         text = tokenizer.decode(encoded.input_ids[start:stop].tolist(), clean_up_tokenization_spaces=False)
         if not color:
             result.append(f"\u27e6{text}\u27e7" if supervised[start] else text)

@@ -384,3 +384,16 @@ def test_preview() -> None:
     Console(file=stream, force_terminal=True, color_system="standard").print(preview(encoded, tokenizer))
     assert "⟦" not in stream.getvalue()
     assert "\x1b[1;32mHello, you!<|im_end|>" in stream.getvalue()
+
+
+def test_preview_of_a_long_document() -> None:
+    tokenizer = tokenizer_for("chatml")
+    ids = np.array(tokenizer("a b c d " * 1000).input_ids[:2000], dtype=np.int32)
+    labels = np.where(np.arange(2000) < 1800, ids, -100).astype(np.int32)
+    plain = preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=False).plain
+
+    def decoded(start: int, stop: int) -> str:
+        return tokenizer.decode(ids[start:stop].tolist())
+
+    start = f"{decoded(0, 1)}⟦{decoded(1, 1000)}⟧"
+    assert plain == f"{start} [... 500 tokens ...] ⟦{decoded(1500, 1800)}⟧{decoded(1800, 2000)}"
