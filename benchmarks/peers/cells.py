@@ -18,7 +18,7 @@ SIZES = {
     "1m-moe": "qwen3-moe-1m",
 }
 METHODS = ("lora", "qlora", "full")
-LONG = {str(tokens): tokens for tokens in (65536, 131072, 262144, 327680)}  # of documents that fill their rows
+LONG = {str(tokens): tokens for tokens in (32768, 65536, 131072, 262144, 327680)}  # of documents that fill their rows
 LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64} | LONG  # tokens of a document
 CELLS = [
     *(f"1.2b {method} {lengths}" for method in METHODS for lengths in ("real", "2048", "4096", "16384")),

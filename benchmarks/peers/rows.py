@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS = {"real": 6000, "2048": 1200, "4096": 700, "16384": 200, "short": 400} | dict.fromkeys(
-    ("65536", "131072", "262144", "327680"), 6
+    ("32768", "65536", "131072", "262144", "327680"), 6
 )
 MU, SIGMA, SHORTEST = 6.0, 0.8, 32  # of the lognormal lengths: a median of 403 tokens, a mean of 550
 TRIES = 40
