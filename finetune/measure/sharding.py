@@ -116,13 +116,12 @@ class Storage:
 def storage(config: Config) -> Storage:
     """Of a GPU that has bfloat16, once `training.master_weights` is decided.
 
-    PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the scales of 4-bit blocks
-    are 0.127 bits per weight (QLoRA, arXiv 2305.14314).
+    The scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314).
     """
-    if config.model.load_in_4bit:
-        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False, state=0)
     model, training = config.model, config.training
     computed = 4 if model.dtype == "float32" else 2
+    if model.load_in_4bit:
+        return Storage(layer=(4 + 0.127) / 8, outside=computed, full=False, state=0)
     each = 4 if model.full_finetuning and training.master_weights == "float32" else computed
     state = state_bytes.bytes_per_number(training.optim, each, training.master_weights)
     return Storage(

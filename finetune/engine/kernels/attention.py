@@ -211,8 +211,7 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     Batches then need `batch_arguments`; without them it computes as before.
 
     Args:
-        dtype: that the run computes attention in. With quantized weights the model's own parameters are float32, and
-            attention is computed in 16 bits all the same, under autocast.
+        dtype: that the run computes attention in, under autocast also where the model's own parameters are float32.
         compiles: whether torch.compile may look into the attention. Not where Unsloth compiles decoder layers: it
             leaves a layer as it is if it cannot compile all of it.
     """
@@ -343,7 +342,7 @@ def packed_attention(
 
 def kernel_dtype(value: torch.Tensor) -> torch.dtype:
     """What the kernel computes in. Autocast casts the inputs of SDPA, but not those of this kernel. Outside of it, a
-    QLoRA may have float32, which the kernel does not take on a GPU."""
+    QLoRA in float16 may have float32, which the kernel does not take on a GPU."""
     kind = value.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

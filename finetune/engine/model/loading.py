@@ -174,12 +174,13 @@ def _load_transformers(
 
 
 def _prepare_quantized(model: Any) -> None:
-    """What PEFT's `prepare_model_for_kbit_training` does: freeze all, compute norms and embeddings in float32. It would
-    do that to stacked experts as well, which bitsandbytes leaves in 16 bits: most of the model, in twice the memory.
-    The trainer turns checkpointing on."""
+    """Freeze all. Norms and embeddings in float16 become float32, as in PEFT's `prepare_model_for_kbit_training`: hidden
+    states, which take their type, may exceed float16. In bfloat16 they stay, as with TRL and Unsloth; in float32 each
+    layer's input would take twice the memory. Stacked experts, which bitsandbytes leaves in 16 bits, are most of the
+    model and stay, too. The trainer turns checkpointing on."""
     model.requires_grad_(False)
     stacked = {id(one) for one in expert_targets.stacked_weights(model).values()}
     for one in model.parameters():
         packed = type(one).__name__ == "Params4bit"
-        if one.dtype in (torch.float16, torch.bfloat16) and not packed and id(one) not in stacked:
+        if one.dtype == torch.float16 and not packed and id(one) not in stacked:
             one.data = one.data.float()

@@ -1,0 +1,31 @@
+"""What a loaded model computes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers  # noqa: F401
+
+from finetune.config import load
+from finetune.engine.model import loading
+from finetune.runtime.bootstrap import Stack
+from tests.helpers import tiny
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_hidden_states_of_a_quantized_model(tmp_path: Path, dtype: str) -> None:
+    """Only float16 is too narrow for them."""
+    model = tiny.make_model(tmp_path / "model")
+    words = ["--model.model_name_or_path", str(model), "--model.backend", "transformers", "--model.dtype", dtype]
+    config = load([*words, "--model.load_in_4bit", "true", "--data.train_file", "x"], command="train")
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    loaded: Any = loading.load(config, stack, row_length=64)
+    seen = []
+    loaded.get_base_model().model.layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loaded(input_ids=torch.arange(8)[None])
+    assert seen == [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
+    assert {one.dtype for one in loaded.parameters() if one.requires_grad} == {torch.float32}
