@@ -40,7 +40,8 @@ def data_ranks(training: TrainingConfig, world_size: int) -> int:
         allowed = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
             f"training.context_parallel {size} does not divide {world_size} (processes), and each row is shared by "
-            f"{size} of them. Set it to {' or '.join(allowed)}, or start a multiple of {size} processes."
+            f"{size} of them. Set it to {' or '.join(allowed)}, or start a multiple of {size} processes, "
+            f"such as `torchrun --nproc_per_node {size} -m finetune.train ...`."
         )
     return world_size // size
 
@@ -152,16 +153,15 @@ def _no_fit(
         "training.per_device_train_batch_size": training.per_device_train_batch_size,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
     }
-    factors = "".join(f" x {value} ({name})" for name, value in numbers.items() if value is not None)
+    product = "".join(f" x {value} ({name})" for name, value in numbers.items() if value is not None)
     origin = "" if training.global_batch_size is not None else " (the default)"
     relation = "is not" if all_fixed else "is not a multiple of"
-    processes = "processes" if shared == 1 else f"processes / {shared} (training.context_parallel)"
-    remove = ", or remove the other settings" if factors else ""
-    fitting = (
-        f"World sizes up to 64 that fit {global_batch_size} exactly: {', '.join(world_sizes)}. Use one of them, or"
-    )
+    processes = "processes" if shared == 1 else f"{ranks * shared} processes in groups of {shared} that share rows"
+    remove = ", or remove the other settings" if product else ""
+    product += f" = {unit}" if product else ""
+    fitting = f"Use one of these numbers of processes, which fit {global_batch_size}: {', '.join(world_sizes)}. Or"
     return (
-        f"training.global_batch_size {global_batch_size}{origin} {relation} {ranks} ({processes}){factors} = {unit}."
-        f" {fitting if world_sizes else f'No world size up to 64 fits {global_batch_size} exactly. You can'}"
+        f"training.global_batch_size {global_batch_size}{origin} {relation} {ranks} ({processes}){product}."
+        f" {fitting if world_sizes else f'No number of processes up to 64 fits {global_batch_size}. You can'}"
         f" set training.global_batch_size to {' or '.join(map(str, sizes))}{remove}."
     )

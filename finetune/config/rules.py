@@ -629,7 +629,7 @@ def output_folder(config: Config, given: frozenset[str]) -> Contradictions:
     if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
         yield (
             ("training.resume_from_checkpoint", "training.overwrite_output_dir"),
-            "the first continues the run in output_dir, the second discards it. Keep one.",
+            "the first continues a run, the second discards what is in output_dir. Keep one.",
         )
     if config.training.resume_with_changes and not config.training.resume_from_checkpoint:
         yield (
@@ -880,11 +880,14 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
             "context parallelism replaces the model's attention implementation. Remove attn_implementation.",
         )
     if training.extra.get("torch_compile"):
-        yield (key, "training.torch_compile"), "the exchange between GPUs is not compiled. Remove one of them."
+        yield (
+            (key, "training.torch_compile"),
+            "the exchange between GPUs is not compiled. Remove torch_compile, or set context_parallel to 1.",
+        )
     if training.extra.get("neftune_noise_alpha"):
         yield (
             (key, "training.neftune_noise_alpha"),
-            "the noise depends on the length of a row, of which each GPU has a part. Remove one of them.",
+            "the noise depends on the length of a row, of which each GPU has a part. Remove it, or set context_parallel to 1.",
         )
 
 

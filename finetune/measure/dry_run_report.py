@@ -73,7 +73,7 @@ def table(measured: JsonObject) -> Table:
     memory, step, whole = measured["memory"], measured["step"], measured["projection"]
     shown = Table(title="Dry run", title_justify="left", show_header=False)
     shown.add_row("model", model_text(measured["measurement"]))
-    shown.add_row("longest row", f"{counted(measured['longest_row_tokens'], 'token')}")
+    shown.add_row("longest row of the data", f"{counted(measured['longest_row_tokens'], 'token')}")
     device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
     shared = whole.get("shared_by", 1)
     where = "one device" if shared == 1 else f"{shared} devices that share each row"
@@ -97,7 +97,7 @@ def table(measured: JsonObject) -> Table:
 
 
 def _communication(whole: JsonObject) -> str:
-    size = f"{whole['exchange_bytes'] / 2**30:,.2f} GiB exchanged per rank"
+    size = f"{whole['exchange_bytes'] / 2**20:,.1f} MiB exchanged per rank"
     if whole["exchange_seconds"] is None:
         return f"not in the figures below: {size}; {whole['communication']}"
     gradients = whole["exposed_seconds"] - whole["exchange_seconds"]

@@ -83,8 +83,8 @@ def run_guarded(run: Callable[[], int]) -> int:
     from finetune.runtime.ranks import distributed, failures, interrupt
 
     cpu_threads.sleep_while_waiting()
-    interrupt.install()
     try:
+        interrupt.install()
         return run()
     except interrupt.Interrupted:
         failures.announce_interruption(interrupt.reason())

@@ -174,10 +174,10 @@ def _load_transformers(
 
 
 def _prepare_quantized(model: Any) -> None:
-    """Freeze all. Norms and embeddings in float16 become float32, as in PEFT's `prepare_model_for_kbit_training`: hidden
-    states, which take their type, may exceed float16. In bfloat16 they stay, as with TRL and Unsloth; in float32 each
-    layer's input would take twice the memory. Stacked experts, which bitsandbytes leaves in 16 bits, are most of the
-    model and stay, too. The trainer turns checkpointing on."""
+    """Freeze all. Norms and embeddings in float16 become float32, as in PEFT's `prepare_model_for_kbit_training`,
+    because hidden states, which take their type, may exceed float16. In bfloat16 they stay, as with TRL and Unsloth: in
+    float32 each layer's input would take twice the memory. So do stacked experts, which bitsandbytes leaves in 16 bits
+    and which are most of the model. The trainer turns checkpointing on."""
     model.requires_grad_(False)
     stacked = {id(one) for one in expert_targets.stacked_weights(model).values()}
     for one in model.parameters():

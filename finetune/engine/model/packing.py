@@ -114,7 +114,8 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
 
 
 def _not_shared(why: str, context: ContextGroup) -> str:
-    return f"training.context_parallel is {context.size}, which does not work here: {why}. Set it to 1."
+    key = "training.context_parallel"
+    return f"{key} is {context.size}, which does not work here: {why}. Set {key} to 1."
 
 
 @torch.no_grad()
@@ -168,10 +169,13 @@ def _logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.T
     """The logits of rows as the trainer would compute them, float32 [tokens, vocabulary] each. Every rank calls it."""
     keep_4bit_layout(model)
     was_training, device = model.training, next(model.parameters()).device
+    further: JsonObject = {"use_cache": False}
+    if getattr(model.config, "output_router_logits", False):
+        further["output_router_logits"] = False  # else a load-balancing loss is computed, of the tokens of whole rows
     model.eval()
     try:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return [model(**row, use_cache=False).logits[0].float() for row in rows]
+            return [model(**row, **further).logits[0].float() for row in rows]
     finally:
         model.train(was_training)
         if shard.is_sharded(model):

@@ -28,7 +28,7 @@ from finetune.engine.model.experts import NUMBERS_OF_EXPERTS
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
-OFF = "Set router_aux_loss_coef to 0.0 to train without the load-balancing loss."
+OFF = "Set training.router_aux_loss_coef to 0.0 to train without the load-balancing loss."
 # Routers that transformers 5.17 does not record in `_can_record_outputs`, with the place of the logits in their output.
 _NOT_RECORDED = {
     "GraniteMoeTopKRouter": 2,

@@ -126,7 +126,7 @@ class Report:
             for one in self.answered
         ]
         rows += [
-            f"| {rank} | **no** | {last.step} | {last.phase}{' (last report)' if last.old else ''} | | |"
+            f"| {rank} | **no** | {last.step} | {last.phase}{' (last report) |' if last.old else f' | {last.seconds:.0f}'} | |"
             if last
             else f"| {rank} | **no** |||||"
             for rank, last in self.silent.items()

@@ -39,11 +39,9 @@ def test_ranks_that_share_rows_count_as_one():
         UserError, match=r"context_parallel 4 does not divide 6 \(processes\).* Set it to 1 or 2 or 3 or 6"
     ):
         batch(6, context_parallel=4)
-    with pytest.raises(
-        UserError, match=r"multiple of 3 \(processes / 2 \(training.context_parallel\)\) = 3\."
-    ) as error:
+    with pytest.raises(UserError, match=r"multiple of 3 \(6 processes in groups of 2 that share rows\)\. Use") as error:
         batch(6, global_batch_size=8, context_parallel=2)
-    assert "fit 8 exactly: 2, 4, 8, 16. " in str(error.value)
+    assert "which fit 8: 2, 4, 8, 16. Or" in str(error.value)
 
 
 def test_a_batch_that_grows_is_the_same_on_every_world_size_once_it_is_fixed():
@@ -82,13 +80,13 @@ def test_batch_that_does_not_fit():
     text = str(caught.value)
     assert caught.value.exit_code == 2
     assert "global_batch_size 16" in text and "3 (processes)" in text
-    assert "exactly: 1, 2, 4, 8, 16." in text and "to 15 or 18" in text
+    assert "which fit 16: 1, 2, 4, 8, 16." in text and "to 15 or 18" in text
 
-    with pytest.raises(UserError, match=r"exactly: 1, 2, 4\. .*size to 8\."):
+    with pytest.raises(UserError, match=r"which fit 4: 1, 2, 4\. .*size to 8\."):
         batch(8, global_batch_size=4)
-    with pytest.raises(UserError, match=r"16 \(the default\) is not .* exactly: 1, 2, 4, 8, 16\. .*to 15 or 18"):
+    with pytest.raises(UserError, match=r"16 \(the default\) is not .* which fit 16: 1, 2, 4, 8, 16\. .*to 15 or 18"):
         batch(3)
-    with pytest.raises(UserError, match=r"16 is not .* No world size .*to 15 or 20, or remove"):
+    with pytest.raises(UserError, match=r"16 is not .* No number of processes .*to 15 or 20, or remove"):
         batch(1, global_batch_size=16, per_device_train_batch_size=5)
-    with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16\. .*exactly: 4\. .*to 16"):
+    with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16\. .*which fit 32: 4\. .*to 16"):
         batch(2, global_batch_size=32, per_device_train_batch_size=4, gradient_accumulation_steps=2)

@@ -317,6 +317,14 @@ def test_a_model_that_mixes_tokens_outside_of_its_attention_is_refused() -> None
             on_all(group, rank)
 
 
+def test_a_mixture_that_was_saved_to_balance_its_load_is_tried_without() -> None:
+    """transformers would compute that loss over the tokens of whole rows."""
+    stack: Any = types.SimpleNamespace(backend="transformers", device="cpu")
+    config, group = load([*MODEL, "--model.dtype", "float32"]), threads(2)
+    copies = [tiny.make_moe("Qwen3Moe", output_router_logits=True) for _ in range(2)]
+    on_all(group, lambda part: packing.prepare_for_shared_rows(copies[part], config, stack, group))
+
+
 def test_a_kernel_is_timed_at_the_heads_of_one_rank() -> None:
     shapes = attention.AttentionShapes(heads=12, key_value_heads=2, head_dim=8, lengths=(5,), dtype=torch.bfloat16)
     found = context_attention.own_shapes(shapes, 4)
