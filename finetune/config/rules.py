@@ -887,7 +887,8 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
     if training.extra.get("neftune_noise_alpha"):
         yield (
             (key, "training.neftune_noise_alpha"),
-            "the noise depends on the length of a row, of which each GPU has a part. Remove it, or set context_parallel to 1.",
+            "the noise depends on the length of a row, of which each GPU has a part. Remove it, or set"
+            " context_parallel to 1.",
         )
 
 

@@ -125,12 +125,10 @@ class Report:
             + (f"{one.collective}, {one.waited:.0f} s |" if one.collective else "|")
             for one in self.answered
         ]
-        rows += [
-            f"| {rank} | **no** | {last.step} | {last.phase}{' (last report) |' if last.old else f' | {last.seconds:.0f}'} | |"
-            if last
-            else f"| {rank} | **no** |||||"
-            for rank, last in self.silent.items()
-        ]
+        for rank, last in self.silent.items():
+            where = f"{last.step} | {last.phase}" if last else " | "
+            seconds = " (last report) | " if last and last.old else f" | {last.seconds:.0f}" if last else " | "
+            rows.append(f"| {rank} | **no** | {where}{seconds} | |")
         sentence = self.sentence()
         return "\n".join(
             [
