@@ -376,7 +376,8 @@ def measure_at_world_sizes(
         try:
             size = micro_batch_size(config, world, chosen)
         except UserError as error:
-            found[world] = f"the global batch does not fit {counted(world, 'device')}: {str(error).splitlines()[0]}"
+            why = str(error).splitlines()[0].rstrip(".")
+            found[world] = f"the global batch does not fit {counted(world, 'device')}: {why}"
             continue
         same_device = world == 1 or bench.cpu_cores is None  # ranks on a CPU share its cores
         if same_device and not others and size == base.per_device:

@@ -45,7 +45,7 @@ class State:
 
 
 state = State()
-_wakeup: socket.socket | None = None  # the interpreter writes the number of each signal to it
+_wakeup: int | None = None  # file descriptor to which the interpreter writes the number of each signal
 
 
 class Interrupted(BaseException):
@@ -100,9 +100,10 @@ def _handled() -> list[signal.Signals]:
 def _start_watching() -> None:
     """Start the watcher thread and have the interpreter send it all signals, even while the main thread runs C code."""
     global _wakeup
-    reader, _wakeup = socket.socketpair()  # select() on Windows accepts only sockets
-    _wakeup.setblocking(False)
-    signal.set_wakeup_fd(_wakeup.fileno(), warn_on_full_buffer=False)
+    reader, writer = socket.socketpair()  # select() on Windows accepts only sockets
+    writer.setblocking(False)
+    _wakeup = writer.detach()  # open as long as this process
+    signal.set_wakeup_fd(_wakeup, warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_leave_signals_to_worker)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
