@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
-from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
+from finetune.data.packs import MULTIPLE
 from finetune.engine.job import Job
 from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
@@ -219,7 +219,7 @@ def rows(job: Job) -> Rows:
     """What of the job's rows decides memory and speed."""
     longest = micro_batch.longest_rows(job.layout, job.batch.per_device)
     return Rows(
-        most=int(measurements.micro_batch_tokens(longest, job.layout, job.context.size)),
+        most=int(job.layout.micro_batch_tokens(longest, job.context.size)),
         longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import UserError
@@ -157,23 +156,6 @@ class Measurement:
 # --- micro-batches --------------------------------------------------------------------------------------------------
 
 
-def micro_batch_tokens(rows: np.ndarray, layout: Layout, shared_by: int = 1) -> np.ndarray:
-    """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...].
-
-    Args:
-        shared_by: ranks that share it. If several do, its rows are concatenated.
-    """
-    per_device = rows.shape[-1]
-    if shared_by > 1:
-        length, multiple = layout.packs.pack_length, shared_by * MULTIPLE
-        widths = np.where(rows >= 0, layout.tokens[rows], 0) if length is None else np.full(rows.shape, length)
-        return -(-widths.sum(axis=-1).clip(1) // multiple) * multiple
-    if layout.padded_lengths is None:
-        return np.full(rows.shape[:-1], per_device * int(layout.packs.pack_length or 0), dtype=np.int64)
-    longest = np.where(rows >= 0, layout.padded_lengths[rows], 1).max(axis=-1).astype(np.int64)
-    return -(-longest // MULTIPLE) * MULTIPLE * per_device
-
-
 DRAWS = 256  # at least this many resampled steps: the standard error of the mean is 1/16 of one step's deviation
 
 
@@ -200,7 +182,7 @@ def slowest_rank_seconds(
     """
     accumulation = plan.global_batch_size // (world_size * per_device)
     rows = plan.deal_epoch(0, world_size=world_size, per_device=per_device, accumulation=accumulation)
-    seconds = line[0] + line[1] * micro_batch_tokens(rows, layout, shared_by)
+    seconds = line[0] + line[1] * layout.micro_batch_tokens(rows, shared_by)
     if world_size > 1 and residuals:
         times = -(-DRAWS // len(seconds))
         seconds = seconds + np.random.default_rng(0).choice(residuals, (times, *seconds.shape))

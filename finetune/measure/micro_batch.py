@@ -26,7 +26,6 @@ from finetune.engine.optimizer import state_bytes
 from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.opening import total_steps
 from finetune.measure import measurements
-from finetune.measure.measurements import micro_batch_tokens
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import scripts
 from finetune.runtime.machine.hardware import memory_outside_torch
@@ -178,7 +177,7 @@ def real_token_share(job: Job, world_size: int) -> Callable[[int], float]:
             return 1.0
         accumulation = job.batch.global_batch_size // (world_size * size)
         rows = job.plan().deal_epoch(0, world_size=world_size, per_device=size, accumulation=accumulation)
-        return float(job.layout.tokens[rows[rows >= 0]].sum() / micro_batch_tokens(rows, job.layout).sum())
+        return float(job.layout.tokens[rows[rows >= 0]].sum() / job.layout.micro_batch_tokens(rows).sum())
 
     return share
 

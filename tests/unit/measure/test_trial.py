@@ -12,6 +12,7 @@ import torch
 
 from finetune.config import load
 from finetune.data.layout import Layout
+from finetune.data.packs import one_per_row
 from finetune.data.plan import Plan
 from finetune.engine.session.out_of_memory import explain_out_of_memory
 from finetune.engine.training.loss import StepStatistics
@@ -161,7 +162,8 @@ def test_the_training_ends_after_any_step_once_the_limit_is_reached(monkeypatch:
 
 
 def plan_of(lengths: list[int], batch: int) -> tuple[Plan, Layout]:
-    layout: Any = types.SimpleNamespace(padded_lengths=np.array(lengths), packs=types.SimpleNamespace(pack_length=None))
+    rows: Any = types.SimpleNamespace(lengths=np.array(lengths))
+    layout = Layout(rows=rows, packs=one_per_row(rows.lengths))
     plan = Plan(
         costs=np.array(lengths, dtype=float),
         label_tokens=np.ones(len(lengths), dtype=int),
