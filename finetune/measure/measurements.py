@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
+
+Kept = TypeVar("Kept")
 
 WORLD_SIZES = (1, 2, 4, 8)  # for which a dry run estimates the compute time of the slowest rank
 
@@ -264,13 +266,13 @@ def save_sizes(found: JsonObject, search: JsonObject) -> None:
 
 def find_sizes(wanted: JsonObject) -> JsonObject | None:
     """The last search for the micro-batch size of this job, at any global batch; None without one."""
-    try:
-        content = json.loads(_sizes_file(wanted).read_text(encoding="utf-8"))
-        known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
+    known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
+
+    def checked(content: JsonObject) -> JsonObject | None:
         whole = {"largest_allowed", "largest_that_fits"} <= content.keys()
         return content if whole and all(one.keys() == known for one in content["attempts"]) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+
+    return read(_sizes_file(wanted), checked)
 
 
 _OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
@@ -293,47 +295,48 @@ def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[J
 
 def find_modes(wanted: JsonObject) -> JsonObject | None:
     """The last measurement of these modes for this job, at any batch; None without one."""
-    try:
-        content = json.loads(_modes_file(wanted).read_text(encoding="utf-8"))
-        return content if {"tried", "modes"} <= content.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
+    content = read(_modes_file(wanted), dict)
+    return content if content is not None and {"tried", "modes"} <= content.keys() else None
 
 
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
     """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
-    path = folder() / f"job-{digest(wanted)}.json"
-    if (content := _read(path)) is not None:
-        return Measurement.from_dict(content), str(path)
-    others = [content["facts"] for path in folder().glob("job-*.json") if (content := _read(path))]
-    return None, nearest(wanted, others)
+    return look_up("job", wanted, Measurement.from_dict, lambda one: one.facts)
 
 
-def nearest(wanted: JsonObject, others: Sequence[JsonObject]) -> str:
-    """Why none of the `others` is the job of these facts: what differs in the nearest one."""
-    same_model = [other for other in others if _model(other) == _model(wanted)]
+def look_up(
+    kind: str, wanted: JsonObject, parse: Callable[[JsonObject], Kept], facts_of: Callable[[Kept], JsonObject]
+) -> tuple[Kept | None, str]:
+    """What the cache has of a kind for these facts, and its file; or None and the reason: what differs in the nearest
+    one.
+
+    Args:
+        kind: with which the names of its files begin.
+        parse: makes it of a file's content.
+    """
+    path = folder() / f"{kind}-{digest(wanted)}.json"
+    if (found := read(path, parse)) is not None:
+        return found, str(path)
+    every = (read(other, parse) for other in folder().glob(f"{kind}-*.json"))
+    others = [facts_of(one) for one in every if one is not None]
+    model = "model.model_name_or_path"
+    same_model = [other for other in others if other.get(model) == wanted.get(model)]
     if not same_model:
-        return "no dry run of this model was measured on this machine (run with `--dry-run` first)"
+        return None, "no dry run of this model was measured on this machine (run with `--dry-run` first)"
     names = min((_differing(other, wanted) for other in same_model), key=len)
-    return f"the nearest dry run differs in: {', '.join(names)}"
-
-
-def _model(found: JsonObject) -> object:
-    return found.get("model.model_name_or_path")
+    return None, f"the nearest dry run differs in: {', '.join(names)}"
 
 
 def _differing(one: JsonObject, other: JsonObject) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def _read(path: Path) -> JsonObject | None:
-    """A measurement file; None if it is missing, damaged or from another version."""
+def read(path: Path, parse: Callable[[JsonObject], Kept]) -> Kept | None:
+    """What a file of the cache has; None if it is missing, damaged or from another version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        Measurement.from_dict(content)
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return content
 
 
 # --- communication --------------------------------------------------------------------------------------------------
