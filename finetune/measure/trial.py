@@ -27,7 +27,7 @@ from finetune.engine.session.building import BuiltTrainer, build_trainer
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
-from finetune.measure.micro_batch import Memory, device_memory, longest_rows
+from finetune.measure.micro_batch import Memory, longest_rows
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.runtime.ranks.context_group import StandIn
@@ -373,7 +373,7 @@ def prepare(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        memory=memory or device_memory(job.stack.device),
+        memory=memory or Memory(job.stack.device),
         budget=budget,
         tokens=trial.layout.micro_batch_tokens(order[:, :, 0], shared),
         worst_steps=worst_steps,

@@ -124,7 +124,8 @@ def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: 
 
 
 def test_a_cpu_run_has_no_limit_to_search_below() -> None:
-    assert micro_batch.HostMemory().limit_bytes is None and micro_batch.HostMemory().peak_bytes() > 0
+    memory = micro_batch.Memory("cpu")
+    assert memory.limit_bytes is None and memory.peak_bytes() > 0
 
 
 def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
