@@ -9,9 +9,7 @@ import torch
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.layout import Document
-from finetune.data.packs import padding_segments
-
-MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles of at least 8 bf16 values
+from finetune.data.packs import MULTIPLE, padding_segments
 
 
 def collate(

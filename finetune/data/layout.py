@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from finetune.data.packs import Packs, one_per_row, pack, random_order
+from finetune.data.packs import MULTIPLE, Packs, one_per_row, pack, random_order
 from finetune.data.plan import Plan
 from finetune.data.store import Rows
 from finetune.runtime.types import JsonObject
@@ -56,6 +56,22 @@ class Layout:
     def padded_lengths(self) -> np.ndarray | None:
         """int32 [n_rows], tokens of each row if micro-batches are padded to their longest row; None for packs."""
         return self.rows.lengths if self.packs.pack_length is None else None
+
+    def micro_batch_tokens(self, rows: np.ndarray, shared_by: int = 1) -> np.ndarray:
+        """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...].
+
+        Args:
+            shared_by: ranks that share it. If several do, its rows are concatenated.
+        """
+        per_device, length = rows.shape[-1], self.packs.pack_length
+        if shared_by > 1:
+            multiple = shared_by * MULTIPLE
+            widths = np.where(rows >= 0, self.tokens[rows], 0) if length is None else np.full(rows.shape, length)
+            return -(-widths.sum(axis=-1).clip(1) // multiple) * multiple
+        if length is not None:
+            return np.full(rows.shape[:-1], per_device * length, dtype=np.int64)
+        longest = np.where(rows >= 0, self.rows.lengths[rows], 1).max(axis=-1).astype(np.int64)
+        return -(-longest // MULTIPLE) * MULTIPLE * per_device
 
     def largest_first(self) -> np.ndarray:
         """Row indices by decreasing size, so that a micro-batch of neighbors needs little padding. Of rows with equally

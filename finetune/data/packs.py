@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles of at least 8 bf16 values
 MAX_PADDING_SEGMENT = 256  # tokens; padding is split into segments about as long as real documents
 OPEN_PACKS = 4096  # with more, packs of two documents are fuller, and packing is slower
 SORTED_PAIRS = 128

@@ -159,7 +159,7 @@ def inspect_devices() -> JsonObject:
         unknown["cuda"] = unknown["devices"]
     devices = []
     for gpu in machine.gpus or ():  # afterwards: it takes memory on each
-        known = gpu.to_dict() | {"computes": False}
+        known = asdict(gpu) | {"computes": False}
         try:
             known["computes"] = computes_on(gpu.index)
             if gpu.free_gib is None:
@@ -172,7 +172,7 @@ def inspect_devices() -> JsonObject:
         "versions": versions,
         "devices": devices,
         "driver_gpus": machine.driver_gpus,
-        "topology": [link.to_dict() for link in machine.links or ()],
+        "topology": [asdict(link) for link in machine.links or ()],
         "topology_line": hardware.topology_line(machine),
         "differences": list(machine.differences),
         "copies": [one.to_dict() for one in copies.compare(working)],

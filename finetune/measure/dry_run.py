@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +102,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
-        "master_weights": trial.job.master_weights.to_dict(),
+        "master_weights": asdict(trial.job.master_weights),
         "memory": memory_report(trial, measured),
         "step": seconds_by_phase(measured),
         "micro_batches": micro_batch_times(trial),

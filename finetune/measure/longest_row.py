@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
-from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
+from finetune.data.packs import MULTIPLE
 from finetune.engine.job import Job
 from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
@@ -219,7 +219,7 @@ def rows(job: Job) -> Rows:
     """What of the job's rows decides memory and speed."""
     longest = micro_batch.longest_rows(job.layout, job.batch.per_device)
     return Rows(
-        most=int(measurements.micro_batch_tokens(longest, job.layout, job.context.size)),
+        most=int(job.layout.micro_batch_tokens(longest, job.context.size)),
         longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),
@@ -261,7 +261,7 @@ def choose(job: Job, kept: JsonObject | None) -> Choice[Mode]:
             return Choice(value=mode, reason="as in the checkpoint")
     loaded = recompute.resolve(LOADED_AS, job.stack.backend)
     plain = next(one for one in modes if one.gradient_checkpointing == loaded)
-    limit = micro_batch.device_memory(job.stack.device).limit_bytes
+    limit = micro_batch.Memory(job.stack.device).limit_bytes
     if limit is None:
         return Choice(value=plain, reason="as on any CPU, which has no memory of its own to fill")
     earlier, wanted = find(job), rows(job)
@@ -279,7 +279,7 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[Mode]:
         RunError: none holds it.
     """
     began = time.perf_counter()
-    memory = micro_batch.device_memory(job.stack.device)
+    memory = micro_batch.Memory(job.stack.device)
     with activity.during("measuring how activations are kept"):
         found = measure(trainer, job.layout, job.size, ladder(job), memory)
     process_memory.reset()
@@ -338,7 +338,7 @@ def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bo
 
 def known_remedy(job: Job) -> str | None:
     """The settings that hold the job in place of its own, if all modes were measured earlier."""
-    limit, found = micro_batch.device_memory(job.stack.device).limit_bytes, find(job)
+    limit, found = micro_batch.Memory(job.stack.device).limit_bytes, find(job)
     others = [one for one in found or () if one.mode != own_mode(job)]
     return None if limit is None else activations.remedy(others, rows(job), limit)
 

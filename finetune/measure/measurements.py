@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import UserError
@@ -34,6 +33,8 @@ from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
+
+Kept = TypeVar("Kept")
 
 WORLD_SIZES = (1, 2, 4, 8)  # for which a dry run estimates the compute time of the slowest rank
 
@@ -157,23 +158,6 @@ class Measurement:
 # --- micro-batches --------------------------------------------------------------------------------------------------
 
 
-def micro_batch_tokens(rows: np.ndarray, layout: Layout, shared_by: int = 1) -> np.ndarray:
-    """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...].
-
-    Args:
-        shared_by: ranks that share it. If several do, its rows are concatenated.
-    """
-    per_device = rows.shape[-1]
-    if shared_by > 1:
-        length, multiple = layout.packs.pack_length, shared_by * MULTIPLE
-        widths = np.where(rows >= 0, layout.tokens[rows], 0) if length is None else np.full(rows.shape, length)
-        return -(-widths.sum(axis=-1).clip(1) // multiple) * multiple
-    if layout.padded_lengths is None:
-        return np.full(rows.shape[:-1], per_device * int(layout.packs.pack_length or 0), dtype=np.int64)
-    longest = np.where(rows >= 0, layout.padded_lengths[rows], 1).max(axis=-1).astype(np.int64)
-    return -(-longest // MULTIPLE) * MULTIPLE * per_device
-
-
 DRAWS = 256  # at least this many resampled steps: the standard error of the mean is 1/16 of one step's deviation
 
 
@@ -200,7 +184,7 @@ def slowest_rank_seconds(
     """
     accumulation = plan.global_batch_size // (world_size * per_device)
     rows = plan.deal_epoch(0, world_size=world_size, per_device=per_device, accumulation=accumulation)
-    seconds = line[0] + line[1] * micro_batch_tokens(rows, layout, shared_by)
+    seconds = line[0] + line[1] * layout.micro_batch_tokens(rows, shared_by)
     if world_size > 1 and residuals:
         times = -(-DRAWS // len(seconds))
         seconds = seconds + np.random.default_rng(0).choice(residuals, (times, *seconds.shape))
@@ -282,13 +266,13 @@ def save_sizes(found: JsonObject, search: JsonObject) -> None:
 
 def find_sizes(wanted: JsonObject) -> JsonObject | None:
     """The last search for the micro-batch size of this job, at any global batch; None without one."""
-    try:
-        content = json.loads(_sizes_file(wanted).read_text(encoding="utf-8"))
-        known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
+    known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
+
+    def checked(content: JsonObject) -> JsonObject | None:
         whole = {"largest_allowed", "largest_that_fits"} <= content.keys()
         return content if whole and all(one.keys() == known for one in content["attempts"]) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+
+    return read(_sizes_file(wanted), checked)
 
 
 _OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
@@ -311,47 +295,48 @@ def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[J
 
 def find_modes(wanted: JsonObject) -> JsonObject | None:
     """The last measurement of these modes for this job, at any batch; None without one."""
-    try:
-        content = json.loads(_modes_file(wanted).read_text(encoding="utf-8"))
-        return content if {"tried", "modes"} <= content.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
+    content = read(_modes_file(wanted), dict)
+    return content if content is not None and {"tried", "modes"} <= content.keys() else None
 
 
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
     """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
-    path = folder() / f"job-{digest(wanted)}.json"
-    if (content := _read(path)) is not None:
-        return Measurement.from_dict(content), str(path)
-    others = [content["facts"] for path in folder().glob("job-*.json") if (content := _read(path))]
-    return None, nearest(wanted, others)
+    return look_up("job", wanted, Measurement.from_dict, lambda one: one.facts)
 
 
-def nearest(wanted: JsonObject, others: Sequence[JsonObject]) -> str:
-    """Why none of the `others` is the job of these facts: what differs in the nearest one."""
-    same_model = [other for other in others if _model(other) == _model(wanted)]
+def look_up(
+    kind: str, wanted: JsonObject, parse: Callable[[JsonObject], Kept], facts_of: Callable[[Kept], JsonObject]
+) -> tuple[Kept | None, str]:
+    """What the cache has of a kind for these facts, and its file; or None and the reason: what differs in the nearest
+    one.
+
+    Args:
+        kind: with which the names of its files begin.
+        parse: makes it of a file's content.
+    """
+    path = folder() / f"{kind}-{digest(wanted)}.json"
+    if (found := read(path, parse)) is not None:
+        return found, str(path)
+    every = (read(other, parse) for other in folder().glob(f"{kind}-*.json"))
+    others = [facts_of(one) for one in every if one is not None]
+    model = "model.model_name_or_path"
+    same_model = [other for other in others if other.get(model) == wanted.get(model)]
     if not same_model:
-        return "no dry run of this model was measured on this machine (run with `--dry-run` first)"
+        return None, "no dry run of this model was measured on this machine (run with `--dry-run` first)"
     names = min((_differing(other, wanted) for other in same_model), key=len)
-    return f"the nearest dry run differs in: {', '.join(names)}"
-
-
-def _model(found: JsonObject) -> object:
-    return found.get("model.model_name_or_path")
+    return None, f"the nearest dry run differs in: {', '.join(names)}"
 
 
 def _differing(one: JsonObject, other: JsonObject) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def _read(path: Path) -> JsonObject | None:
-    """A measurement file; None if it is missing, damaged or from another version."""
+def read(path: Path, parse: Callable[[JsonObject], Kept]) -> Kept | None:
+    """What a file of the cache has; None if it is missing, damaged or from another version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        Measurement.from_dict(content)
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return content
 
 
 # --- communication --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from finetune.engine.optimizer import state_bytes
 from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.opening import total_steps
 from finetune.measure import measurements
-from finetune.measure.measurements import micro_batch_tokens
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime import scripts
 from finetune.runtime.machine.hardware import memory_outside_torch
@@ -45,48 +44,31 @@ WON_BACK_STEPS = 50  # in which a search during a run has to be won back
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-class Memory(Protocol):
-    """Memory of the device."""
+class Memory:
+    """Memory of this rank's device.
 
-    limit_bytes: float | None  # available to a job; None if unknown
+    outside_bytes: in use by the CUDA context and other processes on the same GPU; None for a CPU run
+    limit_bytes:   of torch's allocator, available to a job; None for a CPU run, which has no limit
+    """
 
-    def reset(self) -> None:
-        """Forget the peak."""
-        ...
-
-    def peak_bytes(self) -> float:
-        """Peak memory of this process since the last `reset`."""
-        ...
-
-
-class CudaMemory:
-    """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
-
-    def __init__(self) -> None:
-        self.outside_bytes, self.total_bytes = memory_outside_torch()
-        self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: "cuda" or "cpu".
+        """
+        self.outside_bytes: float | None = None
+        self.limit_bytes: float | None = None
+        if device == "cuda":
+            self.outside_bytes, total = memory_outside_torch()
+            self.limit_bytes = MEMORY_MARGIN * total - self.outside_bytes
 
     def reset(self) -> None:
+        """Forget the peak; that of a host cannot be reset."""
         process_memory.reset()
 
     def peak_bytes(self) -> float:
+        """Peak memory of this process since the last `reset`."""
         return process_memory.peak_gib() * 2**30
-
-
-class HostMemory:
-    """Resident memory of a CPU run, which has no limit, and whose peak cannot be reset."""
-
-    limit_bytes: float | None = None
-
-    def reset(self) -> None: ...
-
-    def peak_bytes(self) -> float:
-        return process_memory.peak_gib() * 2**30
-
-
-def device_memory(device: str) -> Memory:
-    """The memory of this rank's device."""
-    return CudaMemory() if device == "cuda" else HostMemory()
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -178,7 +160,7 @@ def real_token_share(job: Job, world_size: int) -> Callable[[int], float]:
             return 1.0
         accumulation = job.batch.global_batch_size // (world_size * size)
         rows = job.plan().deal_epoch(0, world_size=world_size, per_device=size, accumulation=accumulation)
-        return float(job.layout.tokens[rows[rows >= 0]].sum() / micro_batch_tokens(rows, job.layout).sum())
+        return float(job.layout.tokens[rows[rows >= 0]].sum() / job.layout.micro_batch_tokens(rows).sum())
 
     return share
 
@@ -290,7 +272,7 @@ def choose(job: Job, kept: int | None, world: int) -> Choice[int]:
         return Choice(value=now, reason=AS_CONFIGURED)
     if kept == now:
         return Choice(value=now, reason="as in the checkpoint")
-    if device_memory(job.stack.device).limit_bytes is None:
+    if Memory(job.stack.device).limit_bytes is None:
         return Choice(value=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
         return Choice(value=now, reason="the default of a sharded run")
@@ -330,7 +312,7 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[int]:
     its rows.
     """
     began = time.perf_counter()
-    memory = device_memory(job.stack.device)
+    memory = Memory(job.stack.device)
     world, start = distributed.ranks().world_size, job.batch.per_device
     share, sizes = real_token_share(job, world), allowed_sizes(job, world)
     assert memory.limit_bytes is not None

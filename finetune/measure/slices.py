@@ -355,33 +355,16 @@ def _held_by_a_slice(weights: int, sizes: sharding.Sizes, stored: sharding.Stora
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def cache_file(facts: JsonObject) -> Path:
-    """Where the measurement of a job in slices is kept."""
-    return measurements.folder() / f"shard-{measurements.digest(facts)}.json"
-
-
 def save(found: Sharded) -> Path:
     """Write to the cache, replacing an older one of the same job."""
-    path = cache_file(found.whole.facts)
+    path = measurements.folder() / f"shard-{measurements.digest(found.whole.facts)}.json"
     write_json(path, found.to_dict())
     return path
 
 
 def find(facts: JsonObject) -> tuple[Sharded | None, str]:
     """The measurement of this job in slices and its file; or None and the reason."""
-    path = cache_file(facts)
-    if (found := _read(path)) is not None:
-        return found, str(path)
-    others = [one.whole.facts for one in map(_read, measurements.folder().glob("shard-*.json")) if one is not None]
-    return None, measurements.nearest(facts, others)
-
-
-def _read(path: Path) -> Sharded | None:
-    """A measurement file; None if it is missing, damaged or from another version."""
-    try:
-        return Sharded.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return measurements.look_up("shard", facts, Sharded.from_dict, lambda one: one.whole.facts)
 
 
 def is_slice() -> bool:

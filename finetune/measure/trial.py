@@ -26,8 +26,8 @@ from finetune.engine.optimizer.learning_rate import set_learning_rate
 from finetune.engine.session.building import BuiltTrainer, build_trainer
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.measure import measurements, micro_batch
-from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
-from finetune.measure.micro_batch import Memory, device_memory, longest_rows
+from finetune.measure.measurements import Measurement, slowest_rank_seconds
+from finetune.measure.micro_batch import Memory, longest_rows
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.runtime.ranks.context_group import StandIn
@@ -81,7 +81,7 @@ def typical_micro_batches(job: Job, count: int) -> np.ndarray:
     full = flat[(flat >= 0).all(axis=1)]
     if not len(full):  # fewer rows than one micro-batch
         return np.tile(longest_rows(job.layout, batch.per_device), (count, 1))
-    by_size = full[np.argsort(micro_batch_tokens(full, job.layout), kind="stable")]
+    by_size = full[np.argsort(job.layout.micro_batch_tokens(full), kind="stable")]
     places = (np.arange(count) + 0.5) / count * len(by_size)
     return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
 
@@ -297,7 +297,7 @@ class Trial:
         plan = self.job.plan()
         accumulation = batch.global_batch_size // batch.per_device
         rows = plan.deal_epoch(0, world_size=1, per_device=batch.per_device, accumulation=accumulation)
-        mean = float(micro_batch_tokens(rows, self.job.layout, context.size).mean())
+        mean = float(self.job.layout.micro_batch_tokens(rows, context.size).mean())
         *_, last = self.tokens[steps - 1].tolist()
         number = len(context.sent_bytes) // self.tokens.shape[1]
         found = Counter(context.sent_bytes[-number:])
@@ -330,13 +330,13 @@ def prepare(
     per_device = job.batch.per_device
     longest = longest_rows(job.layout, per_device)
     shared = job.context.size
-    is_long = int(micro_batch_tokens(longest, job.layout, shared)) // shared >= LONG_TOKENS
+    is_long = int(job.layout.micro_batch_tokens(longest, shared)) // shared >= LONG_TOKENS
     # Two are enough to hold gradients while the next are computed.
     accumulation = 1 if is_long else min(2, job.batch.accumulation)
     worst_steps = 1 if is_long else WORST_STEPS
     worst = np.tile(longest, (worst_steps * accumulation, 1))
     micro_batches = np.concatenate([worst, typical_micro_batches(job, TYPICAL_STEPS * accumulation)])
-    tokens = micro_batch_tokens(micro_batches, job.layout, shared).reshape(-1, accumulation)
+    tokens = job.layout.micro_batch_tokens(micro_batches, shared).reshape(-1, accumulation)
     training = replace(
         job.config.training,
         output_dir=str(folder),
@@ -373,9 +373,9 @@ def prepare(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        memory=memory or device_memory(job.stack.device),
+        memory=memory or Memory(job.stack.device),
         budget=budget,
-        tokens=micro_batch_tokens(order[:, :, 0], trial.layout, shared),
+        tokens=trial.layout.micro_batch_tokens(order[:, :, 0], shared),
         worst_steps=worst_steps,
         least_steps=1 if is_long else WORST_STEPS + 1,
     )

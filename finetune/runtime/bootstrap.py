@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
@@ -225,24 +225,17 @@ def quiet_libraries(level: str | None) -> None:
 def leave_out_noise() -> None:
     """Leave out the messages of `NOISE`, a warning of torch that accelerate causes, and an untrue one of PEFT."""
     for name, message in NOISE.items():
-        log = logging.getLogger(name)
-        if not any(isinstance(one, _Without) for one in log.filters):
-            log.addFilter(_Without(message))
+        logging.getLogger(name).addFilter(_without(message))
     # accelerate gives DDP its former argument; the new one does not do what is meant (engine/training/trainer.py).
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     # PEFT writes this pattern itself for experts of transformers 4, applies it, and looks for it in the modules only.
     warnings.filterwarnings("ignore", r"The following .*_pattern keys did not match .*gate_up_proj", RuntimeWarning)
 
 
-class _Without(logging.Filter):
-    """Leaves out the records that contain a message."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__()
-        self._message = message
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._message not in record.getMessage()
+@functools.cache  # a logger takes the same filter once
+def _without(message: str) -> Callable[[logging.LogRecord], bool]:
+    """A filter that leaves out the records that contain a message."""
+    return lambda record: message not in record.getMessage()
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def main() -> int:
 
     if full == 0:
         torch.optim.AdamW.step = no_room
-    trial.device_memory = micro_batch.device_memory = lambda device: memory
+    trial.Memory = micro_batch.Memory = lambda device: memory
     longest_row.SHORT_TOKENS = 16  # memory counts rows, not tokens
     return train_with(watch)
 

@@ -117,15 +117,8 @@ def file_names(stem: str, count: int) -> list[str]:
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # wraps the operating system's error in a text
-        raise _to_os_error(error, path) from error
-
-
-def _to_os_error(error: SafetensorError, path: Path) -> Exception:
-    """The operating system's error if the disk is full, which the command reports with what to do."""
-    if "os error 28" in str(error) or "No space left" in str(error):
-        return OSError(28, "No space left on device", str(path))
-    return RunError(f"{path} cannot be written: {error}.")
+    except SafetensorError as error:  # with the operating system's error in its text, which `disk_errors` reads
+        raise RunError(f"{path} cannot be written: {error}.") from error
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
@@ -40,10 +41,6 @@ class AttentionKernel:
     milliseconds: dict[str, float] | None = None
     difference: float | None = None  # of FlashAttention-4 from torch: the largest of output and gradients, in norm
     masks: bool = False  # whether the rows attend through a mask
-
-    def to_dict(self) -> JsonObject:
-        """The choice as JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +215,7 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = shard.base_model(model)
     if base.config._attn_implementation != "sdpa" or why_not_computed(model) or why_no_kernel(model, dtype):
         return False
     own = packed_attention if compiles else torch.compiler.disable(packed_attention)
@@ -243,7 +240,7 @@ def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
 
 def why_not_computed(model: Model) -> str | None:
     """What the attention of a transformers model has that `packed_attention` does not compute; None if nothing."""
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = shard.base_model(model)
     config = base.config.get_text_config()
     name = config.model_type
     if not getattr(base, "_supports_attention_backend", False):  # its layers pass on what the model is called with

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from finetune.engine.kernels import attention
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
@@ -119,7 +120,7 @@ def install(model: Model, group: ContextGroup) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = shard.base_model(model)
     ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(context_attention, group))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(NAME)

@@ -304,7 +304,6 @@ def _is_plain(module: Any) -> bool:
         and not (hasattr(module, f"{FIRST}_bias") or nn.utils.parametrize.is_parametrized(module))
         and _is_standard(type(module))
         and is_silu(getattr(module, "act_fn", None))
-        and hasattr(functional, "grouped_mm")
         and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
     )
 

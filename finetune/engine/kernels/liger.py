@@ -10,13 +10,13 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.types import JsonObject, Model
+from finetune.runtime.types import Model
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +36,6 @@ class LayerKernels:
 
     kernels: str
     reason: str
-
-    def to_dict(self) -> JsonObject:
-        """The choice as JSON."""
-        return asdict(self)
 
 
 def why_unavailable(device: str) -> str | None:

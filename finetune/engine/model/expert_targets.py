@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from difflib import get_close_matches
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from finetune.config import Config
 from finetune.engine.model import router_loss
 from finetune.engine.model.experts import unpacked_shape
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
@@ -47,7 +47,7 @@ def _is_router(kind: str) -> bool:
 
 def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
     """The stacked experts of the language model, by the full names of the parameters."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = shard.base_model(model)
     decoder = base.get_decoder()
     decoder = decoder if isinstance(decoder, torch.nn.Module) else base
     inside = {id(module) for module in decoder.modules()}

@@ -15,6 +15,7 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.data.templates.chat_templates import load_template
 from finetune.data.templates.spans import end_of_turn
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject, Model, Tokenizer
@@ -134,7 +135,7 @@ def write(folder: Path, model: Model, ends: Iterable[int | None]) -> None:
 def without_model_config(model: Model) -> Iterator[None]:
     """Context in which `save_pretrained` writes a default generation config, which `write` then replaces: transformers
     checks the model's own when it saves it."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = shard.base_model(model)
     own = getattr(owner, "generation_config", None)
     if own is None:
         yield

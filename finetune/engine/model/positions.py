@@ -3,7 +3,7 @@ beyond it is an IndexError on a CPU, and an unspecific assertion on a GPU."""
 
 from __future__ import annotations
 
-from finetune.data.collate import MULTIPLE
+from finetune.data.packs import MULTIPLE
 from finetune.data.store import Rows
 from finetune.errors import UserError
 from finetune.runtime.types import Model

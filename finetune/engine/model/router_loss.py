@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from finetune.engine.model.experts import NUMBERS_OF_EXPERTS
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
@@ -52,7 +53,7 @@ def check(model: Model, coefficient: float | None) -> None:
 
 
 def _name(model: Model) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return type(shard.base_model(model)).__name__
 
 
 def routers(model: Model) -> list[tuple[torch.nn.Module, int]]:

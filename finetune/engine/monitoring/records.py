@@ -11,7 +11,6 @@ from statistics import median
 import numpy as np
 from transformers import TrainingArguments
 
-from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.monitoring.event_file import EventFile, RankLog
@@ -56,12 +55,18 @@ class StepCounter:
 
     def step(self, step: int, args: TrainingArguments) -> Totals:
         """The totals of optimizer step `step`, counted from 0, without its seconds."""
-        layout = self._layout
-        rows = self._plan.step_rows(*divmod(step, self._plan.steps_per_epoch))
+        layout, place = self._layout, divmod(step, self._plan.steps_per_epoch)
+        rows = self._plan.step_rows(*place)
+        dealt = self._plan.deal(
+            *place,
+            world_size=args.world_size // self._context.processes,
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+        )
         return Totals(
             tokens=int(layout.tokens[rows].sum()),
             squared_lengths=int(layout.squared_lengths[rows].sum()),
-            positions=self._positions(step, args),
+            positions=int(layout.micro_batch_tokens(dealt, self._context.size).sum()),
             supervised=int(layout.label_tokens[rows].sum()),
             rows=int(self._documents[rows].sum()),
             steps=1,
@@ -74,27 +79,6 @@ class StepCounter:
         return epoch * int(tokens.sum()) + sum(
             int(tokens[self._plan.step_rows(epoch, one)].sum()) for one in range(steps)
         )
-
-    def _positions(self, step: int, args: TrainingArguments) -> int:
-        """Positions that all ranks compute in a step, padding included."""
-        shared = self._context.size
-        if self._layout.packs.pack_length is not None and shared == 1:
-            return self._plan.global_batch_size * self._layout.packs.pack_length
-        dealt = self._plan.deal(
-            *divmod(step, self._plan.steps_per_epoch),
-            world_size=args.world_size // self._context.processes,
-            per_device=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-        )
-        if shared > 1:  # the rows of a micro-batch are concatenated, without padding between them
-            pack_length, multiple = self._layout.packs.pack_length, shared * MULTIPLE
-            widths = (
-                (dealt >= 0) * self._layout.tokens[dealt] if pack_length is None else np.full(dealt.shape, pack_length)
-            )
-            return int((-(-widths.sum(axis=2).clip(1) // multiple) * multiple).sum())
-        widths = (dealt >= 0) * self._layout.rows.lengths[dealt]
-        widest = widths.max(axis=2).clip(1)
-        return int((-(-widest // MULTIPLE) * MULTIPLE * dealt.shape[2]).sum())
 
 
 class RecordWriter:

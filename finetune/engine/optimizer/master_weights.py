@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,6 @@ class WeightPrecision:
 
     kind: str
     reason: str
-
-    def to_dict(self) -> dict[str, str]:
-        """The entry `master_weights` in run.json."""
-        return asdict(self)
 
 
 def choose(config: Config, stack: Stack, dtype: torch.dtype) -> WeightPrecision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def attention_used(job: Job, trainer: SFTTrainer) -> JsonObject:
     found = attention.kernel_used(job.attention) if trained else job.attention
     if found != job.attention and distributed.ranks().is_main:
         warn(f'{found.reason}. run.json records "{found.kernel}".')
-    return found.to_dict()
+    return asdict(found)
 
 
 def experts_of(job: Job) -> JsonObject | None:
@@ -92,9 +92,9 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             learning_rate=scaled_learning_rate(job.config.training, job.batch.global_batch_size),
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
-            attention=job.attention.to_dict(),
-            layer_kernels=job.layer_kernels.to_dict(),
-            master_weights=job.master_weights.to_dict(),
+            attention=asdict(job.attention),
+            layer_kernels=asdict(job.layer_kernels),
+            master_weights=asdict(job.master_weights),
             parameters=job.size.parameters,
             active_parameters=job.size.active_parameters,
             trainable_parameters=job.size.trainable_parameters,

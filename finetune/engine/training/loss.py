@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from finetune.data import IGNORE_INDEX
 from finetune.engine.model.expert_load import ExpertLoad
+from finetune.engine.sharding import shard
 from finetune.runtime.types import Model
 
 
 def has_fused_head(model: Model) -> bool:
     """Whether TRL has given the model the forward that computes token losses without keeping the logits."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    code = getattr(base.forward, "__code__", None)
+    code = getattr(shard.base_model(model).forward, "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
@@ -25,7 +25,7 @@ def is_fused_head_exact(model: Any) -> bool:
     """Whether that forward yields the model's own log probabilities. It multiplies the output of the model's backbone
     with the head; some models do more with it (ModernBERT's decoder), or keep their backbone where TRL does not look
     (Llama 4's text model)."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = shard.base_model(model)
     if base.base_model is base:
         return False
     embeddings = model.get_input_embeddings().weight

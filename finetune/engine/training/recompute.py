@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from finetune.config import Config
 from finetune.config.rules import AUTO, LOADED_AS, OFFLOAD, SELECTIVE, checkpointing_kinds
+from finetune.engine.sharding import shard
 from finetune.engine.training import tiled_mlp
 from finetune.engine.training.host_activations import HostActivations
 from finetune.errors import UserError
@@ -115,7 +116,7 @@ def apply(model: Model, recomputation: Recomputation, stack: Stack) -> None:
     if stack.backend == "unsloth":
         _set_unsloth(model, kind, options, stack.device == "cuda")
         return
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = shard.base_model(model)
     if kind and not base.supports_gradient_checkpointing:
         raise UserError(
             f"{type(base).__name__} cannot recompute its activations. Set training.gradient_checkpointing: false."

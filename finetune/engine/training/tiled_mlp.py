@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from finetune.engine.model import experts
+from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
@@ -53,9 +54,9 @@ def set_tiled(model: Model, on: bool) -> None:
     """
     found = list(mlps(model))
     if on and not found:
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        kind = type(shard.base_model(model)).__name__
         raise UserError(
-            f"model.tiled_mlp is set, and {type(base).__name__} has no MLP that can be computed in slices (one input, "
+            f"model.tiled_mlp is set, and {kind} has no MLP that can be computed in slices (one input, "
             f"and named {', '.join(NAMES)}). Set it to false."
         )
     for module in found:

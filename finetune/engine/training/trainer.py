@@ -22,8 +22,9 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch
 from finetune.data import IGNORE_INDEX, ORDER
-from finetune.data.collate import MULTIPLE, collate
+from finetune.data.collate import collate
 from finetune.data.layout import Layout
+from finetune.data.packs import MULTIPLE
 from finetune.data.plan import Plan, RankView
 from finetune.engine import invariants
 from finetune.engine.checkpoint import (

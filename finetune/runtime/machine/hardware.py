@@ -63,10 +63,6 @@ class Gpu:
     numa_node: int | None = None
     other_processes: tuple[int, ...] | None = None  # ids of the other processes that compute on it
 
-    def to_dict(self) -> JsonObject:
-        """For JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -77,10 +73,6 @@ class Link:
     nvlinks: int | None  # 0 if they are connected through PCI only
     gb_per_s: float | None  # total of its NVLinks in one direction, at the rate the driver reports
     peer_access: bool | None  # whether one can read the other's memory
-
-    def to_dict(self) -> JsonObject:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,37 +34,18 @@ NO_PEERS = Setting(
 )
 
 
-def recommend_settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
+def recommend_settings(hardware: Hardware) -> tuple[Setting, ...]:
     """The variables to set before the ranks start; empty if NCCL's defaults are right.
 
     Args:
         hardware: from `survey()`. Unknown links lead to no setting.
-        nodes: number of machines in the run.
-        interface: network interface that connects them, such as "eth0".
     """
-    found: list[Setting] = []
     links = hardware.links or ()
     if links and all(link.nvlinks for link in links):
-        found.append(NO_MULTICAST)
-    elif links and all(link.peer_access is False for link in links):
-        found.append(NO_PEERS)
-    if nodes > 1:
-        found.append(_interface(interface))
-    return tuple(found)
-
-
-def _interface(name: str | None) -> Setting:
-    if name is not None:
-        return Setting(
-            name="NCCL_SOCKET_IFNAME",
-            value=f"={name}",
-            reason=f"{name} connects the machines; by default NCCL uses the first interface that it finds",
-        )
-    return Setting(
-        name="NCCL_SOCKET_IFNAME",
-        value="^lo,docker,veth,virbr",
-        reason="these interfaces never connect machines; naming the one that does (=eth0) is better",
-    )
+        return (NO_MULTICAST,)
+    if links and all(link.peer_access is False for link in links):
+        return (NO_PEERS,)
+    return ()
 
 
 def explain_settings(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:

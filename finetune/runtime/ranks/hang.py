@@ -282,11 +282,13 @@ def reporting(folder: Path) -> Iterator[None]:
         _watch.folder = folder
         yield
         return
+    from torch.distributed import HashStore
+
     stop = threading.Event()
     alone = Watch(
         rank=0,
         world_size=1,
-        store=LocalStore(),
+        store=HashStore(),
         limit=float("inf"),
         setting=None,
         store_rank=None,
@@ -313,31 +315,3 @@ def send_flight_records_to(folder: Path) -> None:
     if not {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & os.environ.keys():
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder.absolute() / "nccl-rank-")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
-class LocalStore:
-    """The store of a single rank, in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self._values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def add(self, key: str, value: int) -> int:
-        self._values[key] = str(int(self._values.get(key, "0")) + value)
-        return int(self._values[key])
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if self._values.get(key, "") == expected:
-            self._values[key] = desired
-        return self.get(key)

@@ -87,15 +87,15 @@ def is_gone(parent: int) -> bool:
 # --- children end with their parent ----------------------------------------------------------------------------------
 
 
-def signal_at_end_of(parent: int, number: int = signal.SIGTERM) -> None:
-    """On Linux, have the kernel send signal `number` to this process when the thread that started it ends.
+def signal_at_end_of(parent: int) -> None:
+    """On Linux, have the kernel send SIGTERM to this process when the thread that started it ends.
 
     Other systems have no such signal; poll `is_gone` there. The setting survives exec, but not fork.
     """
     if sys.platform == "linux":
-        _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if is_gone(parent):  # it ended between the fork and this line
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _PR_SET_PDEATHSIG = 1

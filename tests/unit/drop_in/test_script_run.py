@@ -287,7 +287,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
 
     memory = types.SimpleNamespace(limit_bytes=1e12, reset=lambda: None, peak_bytes=lambda: 1e6)
     monkeypatch.setattr(micro_batch, "try_size", try_size)
-    monkeypatch.setattr(micro_batch, "device_memory", lambda device: memory)
+    monkeypatch.setattr(micro_batch, "Memory", lambda device: memory)
     monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 3)
     monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
 

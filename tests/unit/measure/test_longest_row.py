@@ -244,8 +244,8 @@ def on_a_device(runs: Runs, limit: float) -> Device:
         return micro_batch.Passes(peak_bytes=device.peak, seconds=seconds, first_seconds=1)
 
     runs.monkeypatch.setattr(micro_batch, "run_passes", run_passes)
-    runs.monkeypatch.setattr(micro_batch, "device_memory", lambda name: device)
-    runs.monkeypatch.setattr(trial, "device_memory", lambda name: device)
+    runs.monkeypatch.setattr(micro_batch, "Memory", lambda name: device)
+    runs.monkeypatch.setattr(trial, "Memory", lambda name: device)
     runs.monkeypatch.setattr(micro_batch, "bytes_not_yet_allocated", lambda trainer: 0.0)
     runs.monkeypatch.setattr(longest_row, "SHORT_TOKENS", 16)
     return device

@@ -12,6 +12,7 @@ import torch
 
 from finetune.config import load
 from finetune.data.layout import Layout
+from finetune.data.packs import one_per_row
 from finetune.data.plan import Plan
 from finetune.engine.session.out_of_memory import explain_out_of_memory
 from finetune.engine.training.loss import StepStatistics
@@ -123,7 +124,8 @@ def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: 
 
 
 def test_a_cpu_run_has_no_limit_to_search_below() -> None:
-    assert micro_batch.HostMemory().limit_bytes is None and micro_batch.HostMemory().peak_bytes() > 0
+    memory = micro_batch.Memory("cpu")
+    assert memory.limit_bytes is None and memory.peak_bytes() > 0
 
 
 def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,8 @@ def test_the_training_ends_after_any_step_once_the_limit_is_reached(monkeypatch:
 
 
 def plan_of(lengths: list[int], batch: int) -> tuple[Plan, Layout]:
-    layout: Any = types.SimpleNamespace(padded_lengths=np.array(lengths), packs=types.SimpleNamespace(pack_length=None))
+    rows: Any = types.SimpleNamespace(lengths=np.array(lengths))
+    layout = Layout(rows=rows, packs=one_per_row(rows.lengths))
     plan = Plan(
         costs=np.array(lengths, dtype=float),
         label_tokens=np.ones(len(lengths), dtype=int),

@@ -581,12 +581,12 @@ def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFix
     job: Any = SimpleNamespace(attention=attention.AttentionKernel(kernel=attention.FLASH_4, reason="faster"))
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=7), resumed_step=7)
     flash.set_enabled(True)
-    assert recording.attention_used(job, trainer) == job.attention.to_dict()  # nothing was left to train
+    assert recording.attention_used(job, trainer) == vars(job.attention)  # nothing was left to train
     trainer.resumed_step = 5
     assert recording.attention_used(job, trainer)["kernel"] == attention.OTHER
     assert "FlashAttention-4 was chosen, but this model's layers never used it" in capsys.readouterr().err
     flash.mark_run()
-    assert recording.attention_used(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
+    assert recording.attention_used(job, trainer) == vars(job.attention) and not capsys.readouterr().err
     flash.set_enabled(False)
 
 

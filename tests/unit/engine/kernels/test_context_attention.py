@@ -17,8 +17,9 @@ import transformers
 from torch.nn.attention import varlen
 
 from finetune.config import load
-from finetune.data.collate import MULTIPLE, collate
+from finetune.data.collate import collate
 from finetune.data.layout import Document
+from finetune.data.packs import MULTIPLE
 from finetune.engine.kernels import attention, context_attention
 from finetune.engine.kernels.context_attention import Heads, deal_heads
 from finetune.engine.model import packing

@@ -69,7 +69,7 @@ def test_what_no_model_can_have_is_refused_before_loading() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    assert chosen(device="cpu").to_dict() == {"kernels": "transformers", "reason": "there is no GPU"}
+    assert vars(chosen(device="cpu")) == {"kernels": "transformers", "reason": "there is no GPU"}
     with pytest.raises(UserError, match="there is no GPU"):
         chosen("--model.layer_kernels", "liger", device="cpu")
     assert liger.why_unavailable("cpu") == "there is no GPU"

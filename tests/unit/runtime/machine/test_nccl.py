@@ -17,8 +17,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how:
     return hardware.survey()
 
 
-def chosen(found: hardware.Hardware, **more: object) -> dict[str, str]:
-    settings = nccl.recommend_settings(found, **more)  # type: ignore[arg-type]
+def chosen(found: hardware.Hardware) -> dict[str, str]:
+    settings = nccl.recommend_settings(found)
     assert all(len(one.reason) > 40 for one in settings)
     return {one.name: one.value for one in settings}
 
@@ -45,13 +45,6 @@ def test_what_is_mixed_or_unknown_is_left_to_nccl(monkeypatch: pytest.MonkeyPatc
 def test_without_a_gpu() -> None:
     found = hardware.survey()
     assert chosen(found) == {} and "gloo" in nccl.explain_settings(found, ())
-
-
-def test_several_nodes_need_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = machine(monkeypatch, 8, 18)
-    assert chosen(found, nodes=2, interface="ib0") == {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "=ib0"}
-    assert chosen(found, nodes=2)["NCCL_SOCKET_IFNAME"].startswith("^lo,docker")
-    assert "NCCL_SOCKET_IFNAME=^lo" in nccl.explain_settings(found, nccl.recommend_settings(found, nodes=2))
 
 
 def test_each_value_of_the_study_is_judged_and_none_that_is_invalid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

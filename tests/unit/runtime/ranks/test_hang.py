@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from finetune.runtime.ranks import activity, hang, rank_status
 from finetune.runtime.ranks.hang_report import SLOW
@@ -39,7 +40,7 @@ class Shared:
     """Two watches of one run, what they are doing, and how the run ended."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.store, self.statuses, self.ended = hang.LocalStore(), {0: at(0), 1: at(1)}, []
+        self.store, self.statuses, self.ended = HashStore(), {0: at(0), 1: at(1)}, []
         monkeypatch.setattr(hang, "ANSWER_SECONDS", 0.0)
         monkeypatch.setattr(hang.Watch, "status", lambda watch: self.statuses[watch.rank])
         self.watches = [self.watch(rank, folder) for rank in (0, 1)]
@@ -148,7 +149,7 @@ def test_a_host_collective_is_seen_while_it_waits() -> None:
     watch = hang.Watch(
         rank=0,
         world_size=1,
-        store=hang.LocalStore(),
+        store=HashStore(),
         limit=LIMIT,
         setting=None,
         store_rank=None,
