@@ -17,6 +17,7 @@ from typing import Any
 from finetune.engine.preflight import model_files
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.types import JsonObject, Tokenizer
 
 NAMES = re.compile(
@@ -115,16 +116,11 @@ def _save_pretrained(tokenizer: Tokenizer) -> Files:
 @functools.lru_cache(maxsize=2)
 def _save_pretrained_from(kind: type, origin: Path) -> Files | None:
     """What `save_pretrained` writes of the tokenizer in a folder as it is; None if that cannot be loaded."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it warns of, it has warned of before
-    try:
-        return _save_pretrained(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
-    except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
-        return None
-    finally:
-        logging.set_verbosity(level)
+    with errors_only():  # what it warns of, it has warned of before
+        try:
+            return _save_pretrained(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
+        except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
+            return None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -81,10 +81,10 @@ def layout() -> dict[str, dict[str, list[object]]]:
     }
 
 
-def cell(value: object, longest: int = LONGEST_SAMPLE) -> str:
+def cell(value: object) -> str:
     """A value as one cell of a Markdown table: nothing in it is markup, and it stays on one line."""
     text = str(value)
-    text = text if len(text) <= longest else text[:longest] + " ..."
+    text = text if len(text) <= LONGEST_SAMPLE else text[:LONGEST_SAMPLE] + " ..."
     text = html.escape(text, quote=False)
     text = re.sub(r"([\\`*_\[\]|#!])", r"\\\1", text)
     return re.sub(r"\r\n?|\n", "<br>", text)
