@@ -1,8 +1,9 @@
 """How activations are kept, what each way needs and takes, and the longest row that fits with it. Pure arithmetic.
 
 Memory is a line over the tokens of a micro-batch: what is held anyway, and activations, which grow with the tokens
-(variable-length attention keeps nothing of [tokens, tokens]). So two lengths give the line of a mode. Time has a part
-that grows with the tokens and one, attention, that grows with the squared lengths of documents.
+(variable-length attention keeps nothing of [tokens, tokens]). So two lengths give the line of a mode, or one and what
+is held. Time has a part that grows with the tokens and one, attention, that grows with the squared lengths of
+documents.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ class Measured:
 
     @property
     def line(self) -> Line | None:
-        """Through the two points, or through what is held and one point, which is never too low; None without any."""
+        """Through the two points, or through what is held and one point, which is never too low; None without any. With
+        tiled MLPs through the longer one: the peak of a short row is in its MLP, which is one tile, and that of a long
+        one is not, so the points are on different lines."""
         if not self.points:
             return None
-        last = self.points[-1]
-        first = self.points[0]
-        tokens, peak = (first.tokens, first.peak_bytes) if len(self.points) > 1 else (0, self.held_bytes)
+        first, last = self.points[0], self.points[-1]
+        both = len(self.points) > 1 and not self.mode.tiled_mlp
+        tokens, peak = (first.tokens, first.peak_bytes) if both else (0, self.held_bytes)
         slope = max((last.peak_bytes - peak) / (last.tokens - tokens), 0.0)
         return Line(fixed_bytes=last.peak_bytes - slope * last.tokens, bytes_per_token=slope)
 

@@ -379,7 +379,7 @@ def test_what_is_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
         for name, one in found[False, False].items():
             assert float((gradients[name] - one).norm() / one.norm()) < 0.02, (key, name)
     row = tokens * hidden * 2
-    assert kept["offload", False] < kept[True, False] - (layers - 3) * row
+    assert kept["offload", False] <= kept[True, False] - (layers - 3) * row
     assert kept[True, False] + layers * row <= kept["selective", False] < kept[False, False]
     assert all(peak[kind, True] < peak[kind, False] - 2 * row for kind in (False, True, "selective", "offload"))
 
