@@ -49,13 +49,7 @@ def measure(
     """
     machine = machine or survey()
     check_world(world_size, machine, least=2)
-    request = {
-        "sizes": list(sizes or default_sizes(machine)),
-        "runs": runs,
-        "steps": steps,
-        "warm_up": warm_up,
-        "collectives": list(collectives),
-    }
+    request = _request(sizes, machine, runs, steps, warm_up, collectives)
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     return _complete(found, world_size, machine, environment)
@@ -69,17 +63,19 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObje
     rank.choose_device()
     process_group.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
     world_size, machine = distributed.ranks().world_size, survey()
-    request = {
-        "sizes": list(sizes or default_sizes(machine)),
-        "runs": runs,
-        "steps": steps,
-        "warm_up": WARM_UP,
-        "collectives": list(COLLECTIVES),
-    }
+    request = _request(sizes, machine, runs, steps, WARM_UP, COLLECTIVES)
     found = comm_rank.measure(request | {"progress": False})
     hosts = multinode.hosts()
     process_group.finish()
     return _complete(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
+
+
+def _request(
+    sizes: Sequence[int] | None, machine: Hardware, runs: int, steps: int, warm_up: int, collectives: Sequence[str]
+) -> JsonObject:
+    """The input of `comm_rank.measure`."""
+    measured = {"runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
+    return measured | {"sizes": list(sizes or default_sizes(machine))}
 
 
 def default_sizes(machine: Hardware) -> list[int]:

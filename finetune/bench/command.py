@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] not in WHAT:
         given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark given"
         raise UserError(f"{given}. Choose one of {', '.join(WHAT)}.")
-    options, rest = parse(argv[0], argv[1:])
+    options, rest = own_options(argv[0]).split(argv[1:])
     from finetune.runtime.files import write_json
     from finetune.runtime.ranks import distributed
 
@@ -87,12 +87,3 @@ def own_options(what: str) -> Options:
         plots = "Markdown, JSON and, with `pip install '.[plots]'`, PNG"
         found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
     return found
-
-
-def parse(what: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the arguments into the options of a benchmark and those of the configuration.
-
-    Raises:
-        UserError: an unknown option or an invalid value.
-    """
-    return own_options(what).split(argv)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +76,18 @@ def _follow(command: list[str], env: Mapping[str, str], title: str) -> tuple[int
         return code, errors.read() + "".join(output)
 
 
-class _progress:
-    """A progress bar on a terminal, otherwise one line at the start."""
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, otherwise one line at the start. Call the result with the steps done and all."""
+    if not console().is_terminal:
+        print_line(title)
+        yield lambda done, total: None
+        return
+    from rich.progress import Progress
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._bar: Any = None
-
-    def __enter__(self) -> Any:
-        if not console().is_terminal:
-            print_line(self._title)
-            return lambda done, total: None
-        from rich.progress import Progress
-
-        self._bar = Progress(console=console(), transient=True)
-        self._bar.start()
-        task = self._bar.add_task(self._title, total=None)
-        return lambda done, total: self._bar.update(task, completed=done, total=total)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    with Progress(console=console(), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def failure_error(code: int, output: str, world_size: int) -> UserError:

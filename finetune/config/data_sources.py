@@ -36,7 +36,8 @@ class DataSource:
         return self.weight or float(self.epochs or 1)
 
 
-_TYPES: Values = {
+# Key -> annotation of an entry of data.train or data.eval.
+ENTRY_TYPES: Values = {
     "file": str | list[str],
     "format": KEYS["data.format"].type,
     "columns": dict[str, str],
@@ -70,11 +71,6 @@ def evaluation_sources(data: DataConfig) -> list[DataSource]:
     return [DataSource(file=file) for file in _listed(data.eval_file)]
 
 
-def entry_types() -> Values:
-    """Key -> annotation of an entry of data.train or data.eval."""
-    return dict(_TYPES)
-
-
 def entry_errors(entries: list[Values]) -> Iterator[str]:
     """Everything that is wrong with the entries of data.train or data.eval: what, then what to do."""
     if not entries:
@@ -87,16 +83,16 @@ def entry_errors(entries: list[Values]) -> Iterator[str]:
 def _entry_errors(entry: Values) -> Iterator[str]:
     valid: Values = {}
     for key, value in entry.items():
-        if key not in _TYPES:
-            near = _OTHER_NAMES.get(str(key)) or next(iter(get_close_matches(str(key), _TYPES)), None)
-            remedy = f"Nearest is {near}" if near else f"The keys are {', '.join(_TYPES)}"
+        if key not in ENTRY_TYPES:
+            near = _OTHER_NAMES.get(str(key)) or next(iter(get_close_matches(str(key), ENTRY_TYPES)), None)
+            remedy = f"Nearest is {near}" if near else f"The keys are {', '.join(ENTRY_TYPES)}"
             yield f"`{show(key)}`: unknown key. {remedy}."
             valid[near or ""] = value  # what was meant is not also reported as missing
             continue
         try:
-            valid[key] = convert(value, _TYPES[key])
+            valid[key] = convert(value, ENTRY_TYPES[key])
         except NotAllowed:
-            yield f"`{key}: {show(value)}`: expected {in_words(_TYPES[key])}."
+            yield f"`{key}: {show(value)}`: expected {in_words(ENTRY_TYPES[key])}."
             valid[key] = None
     yield from _contradictions(valid)
 
@@ -119,7 +115,7 @@ def _contradictions(entry: Values) -> Iterator[str]:
 
 
 def _data_source(entry: Values) -> DataSource:
-    return DataSource(**{key: convert(value, _TYPES[key]) for key, value in entry.items()})
+    return DataSource(**{key: convert(value, ENTRY_TYPES[key]) for key, value in entry.items()})
 
 
 def _listed(given: str | list[str] | None) -> list[str]:

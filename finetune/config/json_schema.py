@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Union, get_args, get_origin
 
 from finetune.config import arguments
-from finetune.config.data_sources import entry_types
+from finetune.config.data_sources import ENTRY_TYPES
 from finetune.config.schema import (
     ABOVE_0,
     AT_LEAST_0,
@@ -75,7 +75,7 @@ def _key(name: str) -> Values:
     if section == "training" and key in CHOICES:
         found["enum"] = list(dict.fromkeys([DEFAULTS[name], *choices(key)]))
     elif name in ("data.train", "data.eval"):
-        entry = {key: _type(annotation) for key, annotation in entry_types().items()}
+        entry = {key: _type(annotation) for key, annotation in ENTRY_TYPES.items()}
         found |= {"type": ["array", "null"], "minItems": 1}
         found["items"] = {"type": "object", "properties": entry, "additionalProperties": False}
     else:

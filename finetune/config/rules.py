@@ -678,17 +678,14 @@ def why_optimizer_unusable(name: str, target_modules: object) -> str | None:
         target_modules: the field `optim_target_modules`.
     """
     if name in IN_BACKWARD:
+        base = name.removesuffix("_layerwise")
         return (
             f"{name} changes the weights during the backward pass, before the gradients of all micro-batches and GPUs"
-            f" are added up. Choose another{', such as ' + base if (base := _without_layers(name)) else ''}."
+            f" are added up. Choose another{f', such as {base}' if base != name else ''}."
         )
     if name.startswith(("galore_", "apollo_")) and not target_modules:
         return f"{name} needs the modules that it projects. Set optim_target_modules, such as all-linear."
     return None
-
-
-def _without_layers(name: str) -> str:
-    return name.removesuffix("_layerwise") if name.endswith("_layerwise") else ""
 
 
 def optimizer(config: Config, given: frozenset[str]) -> Contradictions:

@@ -8,7 +8,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,21 +23,26 @@ if TYPE_CHECKING:
     from finetune.convert.script.report import Conversion
 
 REFUSED = 3
+EXIT_CODES = {"converted": DONE, "refused": REFUSED, "failed": FAILED, "bad input": BAD_INPUT}
 _PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome for one notebook: `result` is converted, refused, failed or bad input; `exit_code` matches it."""
+    """The outcome for one notebook: `result` is one of EXIT_CODES."""
 
     notebook: str
     result: str
-    exit_code: int
-    seconds: float
+    seconds: float = 0.0
     code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 or witness for a failed verification
     cell: int | None = None
     reason: str = ""
     conversion: Conversion | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command, for this notebook."""
+        return EXIT_CODES[self.result]
 
     def to_dict(self) -> JsonObject:
         found = {key: getattr(self, key) for key in ("notebook", "result", "exit_code", "code", "cell", "reason")}
@@ -101,47 +107,33 @@ def convert(path: Path, *, witness: bool = False) -> Outcome:
     Args:
         witness: also compare the script with the notebook's own trainer, which takes about 10 s.
     """
-    from finetune.convert.checks import NotVerified
-    from finetune.convert.notebook.read import Refusal
     from finetune.redact import redact
-    from finetune.runtime.machine import disk
 
     start = time.perf_counter()
+    found = _outcome(path, witness)
+    return replace(found, seconds=time.perf_counter() - start, reason=redact(found.reason))
 
-    def outcome(
-        result: str,
-        exit_code: int,
-        *,
-        code: str = "",
-        cell: int | None = None,
-        reason: str = "",
-        conversion: Conversion | None = None,
-    ) -> Outcome:
-        return Outcome(
-            notebook=str(path),
-            result=result,
-            exit_code=exit_code,
-            seconds=time.perf_counter() - start,
-            code=code,
-            cell=cell,
-            reason=redact(reason),
-            conversion=conversion,
-        )
 
+def _outcome(path: Path, witness: bool) -> Outcome:
+    from finetune.convert.checks import NotVerified
+    from finetune.convert.notebook.read import Refusal
+    from finetune.runtime.machine import disk
+
+    outcome = partial(Outcome, notebook=str(path))
     try:
-        return outcome("converted", DONE, conversion=_verified(path, witness))
+        return outcome(result="converted", conversion=_verified(path, witness))
     except Refusal as refusal:
-        return outcome("refused", REFUSED, code=refusal.code, cell=refusal.cell, reason=refusal.reason)
+        return outcome(result="refused", code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
-        return outcome("failed", FAILED, code=error.check, reason=error.reason)
+        return outcome(result="failed", code=error.check, reason=error.reason)
     except RunError as error:
-        return outcome("failed", FAILED, reason=str(error))
+        return outcome(result="failed", reason=str(error))
     except UserError as error:
-        return outcome("bad input", BAD_INPUT, reason=str(error))
+        return outcome(result="bad input", reason=str(error))
     except (OSError, MemoryError) as error:  # of this machine, not of the notebook
-        return outcome("failed", FAILED, reason=str(disk.failure(error) or describe(error)))
+        return outcome(result="failed", reason=str(disk.failure(error) or describe(error)))
     except Exception as error:  # of whatever library meets the notebook's code; it must not end --check
-        return outcome("refused", REFUSED, code="E-CODE", reason=_unforeseen(error))
+        return outcome(result="refused", code="E-CODE", reason=_unforeseen(error))
 
 
 def _unforeseen(error: Exception) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import multiprocessing
 import os
 import sys
@@ -206,8 +205,7 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
         "instruction_part": instruction,
         "response_part": response,
     }
-    text = json.dumps({"version": 2, **settings}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return store.digest({"version": 2, **settings})
 
 
 class _Readers:

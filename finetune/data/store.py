@@ -135,8 +135,12 @@ def load_rows(folder: Path, name: str) -> Rows:
 
 def fingerprint(settings: JsonObject) -> str:
     """Key of a cache entry: digest of everything that determines its tokens and labels (JSON-safe values)."""
-    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest({"version": VERSION, **settings})
+
+
+def digest(value: JsonObject) -> str:
+    """Digest (hex) of a JSON object, whatever the order of its keys."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def entry(
@@ -192,8 +196,7 @@ def _about(folder: Path) -> dict:
 
 def content_digest(folder: Path) -> str:
     """Digest of the rows in an entry, from the checksums recorded when it was written."""
-    files = json.loads((folder / _INFO).read_text())["files"]
-    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest(json.loads((folder / _INFO).read_text())["files"])
 
 
 def is_complete(folder: Path, name: str) -> bool:
@@ -207,11 +210,11 @@ def _damage(folder: Path, *, verify: bool) -> str | None:
         files = json.loads((folder / _INFO).read_text())["files"]
     except (OSError, ValueError, KeyError):
         return "it is missing or incomplete"
-    for name, (size, digest) in files.items():
+    for name, (size, recorded) in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             return f"{name} is missing or truncated"
-        if verify and _digest(path)[1] != digest:
+        if verify and _digest(path)[1] != recorded:
             return f"{name} is corrupt"
     return None
 

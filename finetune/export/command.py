@@ -82,7 +82,9 @@ def run(argv: list[str]) -> int:
     if found.raw:
         print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
     result = reuse_earlier(options, found, form) or export(options, found, form)
-    result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
+    from finetune.engine.monitoring import peak_memory
+
+    result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_memory.host_gib()}
     if options.to == "hub":
         result |= publish(options)
     if options.json:
@@ -423,15 +425,6 @@ def publish(options: argparse.Namespace) -> JsonObject:
     else:
         print_line(f"Uploaded: {address}")
     return {"repo": options.repo, "upload": listed, "uploaded": address}
-
-
-def peak_host() -> float | None:
-    """Peak resident memory of this process in GiB, without the check's; None where it is not known."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 # --- small things -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from finetune.config.schema import DEFAULTS
 from finetune.redact import redact_tree
 from finetune.review import run as runs
+from finetune.review.events import finite_median
 from finetune.review.finding import Finding
 from finetune.review.rules import memory, speed, timing
 from finetune.review.rules.ranks import scaling
@@ -213,7 +214,7 @@ def bars(run: Run) -> dict[str, dict[str, float]]:
 
         def typical(phase: str, place: int = place) -> float | None:
             values = run.phase(phase)
-            return _finite_median(values[:, place] if run.ranks is not None and values.size else values.ravel())
+            return finite_median(values[:, place] if run.ranks is not None and values.size else values.ravel())
 
         phases = {phase: median for phase in tags.PHASES if (median := typical(phase)) is not None}
         step, total = typical("step"), sum(phases.values())
@@ -267,20 +268,15 @@ def ranks(run: Run) -> list[JsonObject]:
             step - (waits or 0.0) if step is not None and (waits is not None or run.world_size == 1) else None
         )
         for name, column in names.items():
-            one[name] = _finite_median(run.ranks.column(column)[:, place])
+            one[name] = finite_median(run.ranks.column(column)[:, place])
         for name in ("peak_gib", "reserved_gib"):
             values = run.ranks.columns[name][:, place]
             one[name] = float(np.nanmax(values)) if np.isfinite(values).any() else None
         tokens = run.ranks.column("tokens")[:, place] / run.ranks.counts[run.ranks.typical()]  # of a step, not a record
-        one["tokens"] = _finite_median(tokens)
+        one["tokens"] = finite_median(tokens)
         one["reasons"] = [reason for reason, _ in run.ranks.reasons[place].most_common(4)]
         found.append(one)
     return found
-
-
-def _finite_median(values: np.ndarray) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else None
 
 
 def predicted(run: Run) -> list[JsonObject]:

@@ -40,7 +40,7 @@ class Series:
     @property
     def last(self) -> float | None:
         """The newest finite value."""
-        finite = self.values[np.isfinite(self.values)]
+        finite = self.finite().values
         return float(finite[-1]) if len(finite) else None
 
     def after(self, step: int) -> Series:
@@ -169,6 +169,12 @@ def _read_one(file: Path) -> dict[str, Series]:
             columns[1].append(number)
             columns[2].append(event.wall_time)
     return {tag: of(*columns) for tag, columns in found.items()}
+
+
+def finite_median(values: np.ndarray) -> float | None:
+    """Median of the finite values; None if there are none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
 
 
 def _purge(found: dict[str, tuple[array, array, array]], step: int) -> None:

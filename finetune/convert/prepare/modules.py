@@ -49,9 +49,7 @@ def own_modules(notebook: Notebook) -> set[str]:
 
 
 def _is_own(top: str, anywhere: bool) -> bool:
-    if top in sys.stdlib_module_names or top in known_packages():
-        return False
-    return anywhere or _USUAL.match(top) is not None
+    return not _package(top) and (anywhere or _USUAL.match(top) is not None)
 
 
 def _modules(node: ast.AST) -> Iterator[str]:
@@ -109,7 +107,9 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
         done |= part.done
         taken = max(one.id for one in statements) + 1
         made = [
-            Statement(id=taken + n, cell=statement.cell, line=statement.line, source=source, node=_parsed(source))
+            Statement(
+                id=taken + n, cell=statement.cell, line=statement.line, source=source, node=ast.parse(source).body[0]
+            )
             for n, source in enumerate(part.sources)
         ]
         place = statements.index(statement)
@@ -126,10 +126,6 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
 def _package(module: str) -> bool:
     top = module.split(".")[0]
     return top in sys.stdlib_module_names or top in known_packages()
-
-
-def _parsed(source: str) -> ast.stmt:
-    return ast.parse(source).body[0]
 
 
 def _roots(notebook: Notebook, folder: Path) -> list[Path]:

@@ -39,6 +39,11 @@ def peak_gib() -> float:
     """Most memory that this process has held since `reset`: on its GPU, or of the host for a CPU run."""
     if torch.cuda.is_available():
         return max(_highest_gib, torch.cuda.max_memory_allocated() / 2**30)
+    return host_gib()
+
+
+def host_gib() -> float:
+    """Most host memory that this process has held; its subprocesses are not counted."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS

@@ -35,14 +35,14 @@ def noise(values: np.ndarray) -> float:
     return MAD * float(np.median(np.abs(np.diff(values, 2)))) / np.sqrt(6) if len(values) > 2 else 0.0
 
 
-def usual_height(residuals: np.ndarray, share: float) -> np.ndarray:
-    """For each residual, the size that this share of its neighborhood stays below: noise changes along a run. Blocks
+def usual_height(residuals: np.ndarray) -> np.ndarray:
+    """For each residual, the size that 80 % of its neighborhood stay below: noise changes along a run. Blocks
     of BLOCK_POINTS, interpolated; at least half of that of all."""
     sizes = np.abs(residuals)
     blocks = np.array_split(np.arange(len(sizes)), max(len(sizes) // BLOCK_POINTS, 1))
-    heights = [np.quantile(sizes[block], share) for block in blocks]
+    heights = [np.quantile(sizes[block], 0.8) for block in blocks]
     local = np.interp(np.arange(len(sizes)), [block.mean() for block in blocks], heights)
-    return np.maximum(local, np.quantile(sizes, share) / 2)
+    return np.maximum(local, np.quantile(sizes, 0.8) / 2)
 
 
 def level(values: np.ndarray, start: float, end: float) -> float:

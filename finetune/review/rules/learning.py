@@ -178,7 +178,7 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     floor = np.maximum(SPIKE_HEIGHT * np.abs(trend), SPIKE_OF_FALL * fall)
     padded = np.pad(trend, half, mode="edge")
     floor = np.maximum(floor, SPIKE_OF_SLOPE * np.abs(padded[2 * half :] - padded[: len(trend)]))
-    floor = np.maximum(floor, (SPIKE_TAIL + math.log(len(values))) * curve.usual_height(residuals, 0.8))
+    floor = np.maximum(floor, (SPIKE_TAIL + math.log(len(values))) * curve.usual_height(residuals))
     high = (scores > SPIKE_Z) & (residuals > floor)
     return [int(step) for step in series.steps[high]], float(scores[high].max()) if high.any() else 0.0
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from finetune.review.events import finite_median
 from finetune.review.finding import Explanation, Finding, confidence, duration, micro_batch, number, percent
 from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
@@ -153,9 +154,8 @@ def _company(run: Run, rank: int) -> str:
     """How many other processes compute on the GPU of a rank, as a sentence."""
     if run.ranks is None:
         return ""
-    known = run.ranks.column("gpu_other_processes")[:, rank]
-    known = known[np.isfinite(known)]
-    return f" Other processes on its GPU: {np.median(known):.0f}." if len(known) else ""
+    known = finite_median(run.ranks.column("gpu_other_processes")[:, rank])
+    return "" if known is None else f" Other processes on its GPU: {known:.0f}."
 
 
 def unevenness(run: Run) -> float | None:
@@ -183,7 +183,7 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     throttled = _per_rank(run.ranks.column("gpu_throttled"))
     clocks = _per_rank(run.ranks.column("gpu_sm_clock_mhz"))
-    usual = np.array([_median(np.delete(clocks, rank)) for rank in range(len(clocks))])
+    usual = np.array([finite_median(np.delete(clocks, rank)) for rank in range(len(clocks))], float)  # None is NaN
     with np.errstate(divide="ignore", invalid="ignore"):
         slow = clocks / usual
     bad = [rank for rank in range(len(clocks)) if throttled[rank] >= THROTTLED or slow[rank] < CLOCK]
@@ -221,11 +221,6 @@ def _per_rank(values: np.ndarray) -> np.ndarray:
 def _mean(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else np.nan
-
-
-def _median(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else np.nan
 
 
 EXPLANATIONS = {

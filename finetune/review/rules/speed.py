@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from finetune.review.events import finite_median
 from finetune.review.finding import Explanation, Finding, confidence, duration, micro_batch, number, percent
-from finetune.review.rules import ranks, straggler, timing
+from finetune.review.rules import memory, ranks, straggler, timing
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, sequence
 from finetune.review.values import number as value_of
@@ -86,18 +87,13 @@ def host_lead(run: Run) -> float | None:
     if run.ranks is None:
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = run.ranks.column("wait") / run.ranks.column("step")
-    found = found[np.isfinite(found)]
-    return float(np.median(found)) if len(found) else None
+        return finite_median(run.ranks.column("wait") / run.ranks.column("step"))
 
 
 def utilization(run: Run) -> float | None:
     """Median share of the time in which a kernel ran, over records and GPUs."""
-    if run.ranks is not None:
-        found = run.ranks.column("gpu_utilization")
-        found = found[np.isfinite(found)]
-        if len(found):
-            return float(np.median(found))
+    if run.ranks is not None and (found := finite_median(run.ranks.column("gpu_utilization"))) is not None:
+        return found
     known = [run.typical("gpu_utilization", n) for n in run.ranks_with("gpu_utilization")]
     values = [one for one in known if one is not None]
     return float(np.median(values)) if values else None
@@ -141,7 +137,7 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Half of the fullest GPU's memory is free, and MFU is below 70 % of that of the best micro-batch of a dry run,
     where one was measured: of the same model, the ratio of MFU is that of tokens/s. The advice fills 80 % of the
     memory, the margin of the dual-GPU study."""
-    best, full, speed = best_micro_batch(run), _fullest(run), run.typical("tokens_per_gpu")
+    best, full, speed = best_micro_batch(run), memory.fullest(run), run.typical("tokens_per_gpu")
     if best is None or full is None or not speed or full > ROOM or speed >= BEST * best[1]:
         return None
     size = count(run.at("batch.per_device"))
@@ -165,12 +161,6 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         confidence="medium",
         charts=("fullest", "mfu"),
     )
-
-
-def _fullest(run: Run) -> float | None:
-    from finetune.review.rules.memory import fullest
-
-    return fullest(run)
 
 
 def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:

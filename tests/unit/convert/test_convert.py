@@ -863,7 +863,7 @@ def test_a_script_that_fails_is_not_written(
 
 def test_refusal_and_outcome_are_told() -> None:
     assert str(Refusal("R4", "why", 3)) == "R4: cell 3: why"
-    assert Outcome(notebook="n", result="refused", exit_code=3, seconds=0.1234).to_dict()["seconds"] == 0.123
+    assert Outcome(notebook="n", result="refused", seconds=0.1234).to_dict()["seconds"] == 0.123
 
 
 @pytest.mark.parametrize(
