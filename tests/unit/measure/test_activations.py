@@ -17,8 +17,8 @@ FRUGAL = Mode(gradient_checkpointing="offload", tiled_mlp=True)
 
 
 def measured(mode: Mode, gib_per_1000: float, speed: float, *, held: float = 16.0) -> Measured:
-    """On a device where a model holds `held` GiB and a pass, unless MLPs are tiled, a further one, with `speed` tokens/s at 1000 tokens, of
-    which 4000 take 8 times as long as 1000: attention."""
+    """On a device where a model holds `held` GiB, and a pass one more unless MLPs are tiled, with `speed` tokens/s at
+    1000 tokens, of which 4000 take 8 times as long as 1000: attention."""
     further = 0.0 if mode.tiled_mlp else 1.0
     points = tuple(
         Point(tokens=tokens, peak_bytes=(held + further + gib_per_1000 * tokens / 1000) * GIB, seconds=seconds / speed)
@@ -46,8 +46,8 @@ def test_two_lengths_give_the_line_and_the_longest_row() -> None:
     assert Measured(mode=PLAIN, held_bytes=10.0, points=(), square_cost=0.0).line is None
 
 
-# Llama 3.1's 8 B on an H100 (benchmarks/results/2026-11-26-long-rows-h100.json): what is held, peaks at 2,048 tokens and
-# at more, and of a run with 65,536 tokens.
+# Llama 3.1's 8 B on an H100 (benchmarks/results/2026-11-26-long-rows-h100.json): what is held, peaks at 2,048 and at
+# more tokens, and of a run with 65,536.
 @pytest.mark.parametrize(
     ("held", "first", "tokens", "last", "gib"),
     [
