@@ -106,8 +106,6 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
     if why is not None:
         raise UserError(_not_shared(why, context))
     context_attention.install(model, context)
-    if context.processes < context.size:  # what a stand-in computes says nothing
-        return
     if any(distributed.gather_objects(_depends_on_parts(model, resolve_dtype(config, stack), context))):
         why = f"{model.config.model_type} gives other logits for a part of a row than for all of it, which was tried"
         raise UserError(_not_shared(why, context))
@@ -121,18 +119,26 @@ def _not_shared(why: str, context: ContextGroup) -> str:
 @torch.no_grad()
 def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -> bool:
     """Whether this rank's logits change if it has a part of a short document instead of all: something else than
-    attention looks at other tokens."""
-    each = 8
+    attention looks at other tokens. A process that stands in for all ranks has no tokens of theirs: there each token is
+    a document, which is all that attention sees."""
+    each, size = 8, context.size
+    count, alone = each * size, context.processes < size
     device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(each * context.size, device=device) % vocabulary)[None]
+    ids, places = (torch.arange(count, device=device) % vocabulary)[None], torch.arange(count, device=device)[None]
     own = slice(context.part * each, (context.part + 1) * each)
-    bounds = attention.batch_arguments(torch.tensor([ids.shape[1]], dtype=torch.int32), device)
-    places = torch.arange(ids.shape[1], device=device)[None]
+
+    def bounds(*lengths: int) -> JsonObject:
+        return attention.batch_arguments(torch.tensor(lengths, dtype=torch.int32), device)
+
     whole, part = _logits(
         model,
         dtype,
-        {"input_ids": ids, "position_ids": places},
-        {"input_ids": ids[:, own], "position_ids": places[:, own], **bounds},
+        {"input_ids": ids, "position_ids": places, **(bounds(*[1] * count * size) if alone else {})},
+        {
+            "input_ids": ids[:, own],
+            "position_ids": places[:, own],
+            **(bounds(*[1] * count) if alone else bounds(count)),
+        },
     )
     return _differ(whole[own], part, dtype)
 
