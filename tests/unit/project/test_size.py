@@ -1,0 +1,111 @@
+"""The budget: most lines and files of each part of the code, and the number of configuration keys.
+
+    python tests/unit/project/test_size.py
+
+prints the table of today's figures. Lines are those of `wc -l`, of Python files and tab.js.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# part: (most lines, most files). The files directly in finetune/ are the part `finetune/*`.
+MOST = {
+    "benchmarks": (9449, 49),
+    "finetune/*": (1348, 13),
+    "finetune/advise": (1616, 11),
+    "finetune/bench": (1440, 17),
+    "finetune/chat": (1066, 9),
+    "finetune/config": (3281, 12),
+    "finetune/convert": (9770, 41),
+    "finetune/data": (5959, 25),
+    "finetune/doctor": (1019, 10),
+    "finetune/drop_in": (2544, 13),
+    "finetune/engine": (15599, 110),
+    "finetune/export": (3182, 15),
+    "finetune/init": (727, 8),
+    "finetune/measure": (4192, 19),
+    "finetune/parity": (477, 5),
+    "finetune/review": (5202, 30),
+    "finetune/runtime": (7020, 41),
+    "patches": (1085, 17),
+    "tests": (53000, 420),
+}
+TOTAL = (64436, 369)  # of the parts of finetune/ together
+KEYS = 102  # of the configuration
+
+OVER = (
+    "{part} has {found}, and the budget is {most}. Delete as much as you add, or raise the number in a commit of its "
+    "own that says what users get for it (CONTRIBUTING.md)."
+)
+
+
+def parts() -> Iterator[tuple[str, Path]]:
+    """Every file that counts, with the name of its part. Inputs of tests and records of runs are no code."""
+    for path in sorted((ROOT / "finetune").rglob("*")):
+        if path.suffix in (".py", ".js") and path.is_file():
+            inner = path.relative_to(ROOT / "finetune").parts
+            yield f"finetune/{inner[0] if len(inner) > 1 else '*'}", path
+    for name in ("patches", "benchmarks", "tests"):
+        for path in sorted((ROOT / name).rglob("*.py")):
+            if path.is_file() and not path.is_relative_to(ROOT / "tests" / "notebooks" / "probes"):
+                yield name, path
+
+
+def count() -> dict[str, tuple[int, int]]:
+    """Lines and files of each part."""
+    lines, files = Counter[str](), Counter[str]()
+    for part, path in parts():
+        lines[part] += path.read_bytes().count(b"\n")
+        files[part] += 1
+    return {part: (lines[part], files[part]) for part in lines}
+
+
+def total(found: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """Lines and files of the package."""
+    mine = [size for part, size in found.items() if part.startswith("finetune/")]
+    return sum(lines for lines, _ in mine), sum(files for _, files in mine)
+
+
+FOUND = count()
+
+
+@pytest.mark.parametrize("part", sorted(FOUND.keys() | MOST.keys()))
+def test_a_part_is_within_its_budget(part: str) -> None:
+    assert part in MOST, f"{part} is new: give it a row of MOST, and say in the commit what users get for it."
+    assert part in FOUND, f"{part} is gone: remove its row of MOST."
+    for kind, found, most in zip(("lines", "files"), FOUND[part], MOST[part], strict=True):
+        assert found <= most, OVER.format(part=part, found=f"{found} {kind}", most=most)
+
+
+def test_the_package_is_within_its_budget() -> None:
+    for kind, found, most in zip(("lines", "files"), total(FOUND), TOTAL, strict=True):
+        assert found <= most, OVER.format(part="The package", found=f"{found} {kind}", most=most)
+
+
+def test_no_key_of_the_configuration_is_added() -> None:
+    from finetune.config import schema
+
+    found = len(schema.KEYS)
+    assert found <= KEYS, OVER.format(part="The configuration", found=f"{found} keys", most=KEYS)
+
+
+def test_the_totals_count_what_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("finetune/a.py", "finetune/b/c.py", "finetune/b/d/e.js", "tests/f.py", "tests/notebooks/probes/g.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n\ny = 2\n")
+    monkeypatch.setattr("tests.unit.project.test_size.ROOT", tmp_path)
+    assert count() == {"finetune/*": (3, 1), "finetune/b": (6, 2), "tests": (3, 1)}
+    assert total(count()) == (9, 3)
+
+
+if __name__ == "__main__":
+    for name, (lines, files) in sorted(FOUND.items()):
+        print(f'    "{name}": ({lines}, {files}),')  # noqa: T201
+    print(f"TOTAL = {total(FOUND)}")  # noqa: T201
