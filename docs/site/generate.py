@@ -209,9 +209,10 @@ SHOWN = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsl
 
 
 def updated(readme: str, sets: Sets) -> str:
-    """The README with the table of today, between its marks."""
+    """The README with the table of today, between its marks, and the number of rules of the review."""
     rows = ((name, about(one), *(one["versions"].get(each, "-") for each in SHOWN)) for name, one in sets.items())
     page = f"{BEGIN}\n\n{table(('set', 'of', *SHOWN), *rows)}\n{END}"
+    readme = re.sub(r"`review` applies \d+ rules", f"`review` applies {len(EXPLANATIONS)} rules", readme)
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: page, readme, flags=re.DOTALL)
 
 

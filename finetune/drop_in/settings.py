@@ -98,7 +98,7 @@ def training_arguments(args: trl.SFTConfig, batch: Batch) -> trl.SFTConfig:
     # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
     args.report_to = [name for name in args.report_to or [] if name != "tensorboard" and distributed.ranks().is_main]
     trackers.disable_telemetry()
-    # See engine.trainer.training_arguments: a dense model uses all its weights, and its buffers are constant.
+    # As in engine.training.arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
     args.ddp_timeout = timeout(args)
@@ -162,7 +162,7 @@ def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch,
     Args:
         args: the user's SFTConfig.
         model: with its adapter, if it has one.
-        size_is_open: as `leaves_size_open` returns it.
+        size_is_open: as `leaves_micro_batch_open` returns it.
     """
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     adapters = getattr(model, "peft_config", None)

@@ -30,7 +30,7 @@ def score(job: Job, results: JsonObject) -> JsonObject:
     exact job the three are null and `reason` names what is missing.
 
     Args:
-        results: `callbacks.RunLogger.results()`. The step time is the median over all steps but the first, the memory
+        results: `RunLogger.results()`. The step time is the median over all steps but the first, the memory
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size

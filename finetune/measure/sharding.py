@@ -155,7 +155,7 @@ def bytes_reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> fl
 
 def bytes_reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
     """Bytes at the end of the backward pass, while the root's gradients are reduced: all gradients outside of layers,
-    an embedding of its own that is still gathered, and the root's gradients in float32 as in `reducing_a_layer`."""
+    an untied embedding that is still gathered, and the root's gradients in float32 as in `bytes_reducing_a_layer`."""
     if not stored.full:
         return 0.0
     part = stored.reduced(stored.outside) / world_size

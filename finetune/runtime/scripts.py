@@ -1,6 +1,6 @@
 """Commands that are given a training script instead of a configuration: they run it up to its training, and answer.
 
-A script trains by `SFTTrainer.train()` or `script.run()`. Both ask `answered` first: while a command runs the script,
+A script trains by `SFTTrainer.train()` or `script.run()`. Both call this module first: while a command runs the script,
 its answer takes the place of the training, and nothing after it runs.
 """
 
@@ -97,7 +97,7 @@ def answer_trainer(trainer: Any) -> None:
     ends the script.
 
     Raises:
-        Answered: with the exit code of the answer.
+        ScriptEnd: with the exit code of the answer.
     """
     if _running is not None and not (_running.answers and _running.code is None):
         _end(_running, lambda answer: answer.trainer(trainer), by_trainer=True)

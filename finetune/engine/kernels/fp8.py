@@ -10,7 +10,7 @@ cause most of the loss that rounding costs and are a small part of the work. So 
 would make slower (docs/fp8.md).
 
 Scales belong to single tokens, so the result does not depend on the batch, on packing or on the number of GPUs. The
-adapter and its gradients stay exact: they see x and the gradient as they are (`adapted`).
+adapter and its gradients stay exact: they see x and the gradient as they are (`fused_lora`).
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def silu_and_multiply(
     up_term: LowRankTerm | None,
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`adapted.silu_and_multiply` for contiguous gate and up."""
+    """`fused_lora.silu_and_multiply` for contiguous gate and up."""
     largest = _largest_rank(gate)
     h = torch.empty_like(gate)
     rows, columns = gate.shape
@@ -215,7 +215,7 @@ def silu_and_multiply_backward(
     up_term: LowRankTerm | None,
     dh_term: LowRankTerm | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
-    """`adapted.silu_and_multiply_backward` for contiguous gate, up and dh."""
+    """`fused_lora.silu_and_multiply_backward` for contiguous gate, up and dh."""
     terms = (gate_term, up_term, dh_term)
     rows, columns = gate.shape
     inputs, ranks = _kernel_inputs(_largest_rank(gate), *zip((gate, up, dh), terms, strict=True))

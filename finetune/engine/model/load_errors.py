@@ -109,8 +109,8 @@ def explain_unknown_argument(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_adapter_error(config: Config) -> Iterator[None]:
-    """Name the configuration keys if PEFT cannot make the adapter. An argument that is unknown has an error of its own
-    (`_explain_unknown_argument`). Two warnings of PEFT are untrue of stacked experts; `adapter_targets` checks both."""
+    """Name the configuration keys if PEFT cannot make the adapter. Unknown arguments have another error
+    (`explain_unknown_argument`). Two warnings of PEFT are untrue of stacked experts; `adapter_targets` checks both."""
     try:
         with warnings.catch_warnings():
             for text in ("The following (rank|alpha)_pattern keys did not match", "You have passed exclude_modules"):

@@ -1,4 +1,4 @@
-"""Opens a run and builds its trainer, for train, the dry run, the benchmarks and parity."""
+"""Opens a run, for train, the dry run, the benchmarks and parity."""
 
 from __future__ import annotations
 

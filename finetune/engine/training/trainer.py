@@ -109,7 +109,7 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> None:
         """
         Args:
-            args: as `managed` returns them.
+            args: as `training_arguments` returns them.
             recomputation: which activations are computed again in the backward pass; can be set again between steps by
                 `set_recomputation`.
             reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last

@@ -41,7 +41,7 @@ _shared: mmap.mmap | None = None
 
 
 def share() -> int | None:
-    """Keep a copy for `of_process`, which needs no help of this process: it may have been stopped.
+    """Keep a copy for `read_from_process`, which needs no help of this process: it may have been stopped.
 
     Returns:
         The file descriptor of the copy, or None on systems without such memory (Linux has it).

@@ -44,9 +44,10 @@ def test_every_key_is_in_its_section_and_every_rule_in_a_group(generate: Any) ->
     assert sorted(name for names in generate.GROUPS.values() for name in names) == sorted(RULES)
 
 
-def test_the_readme_has_the_tested_sets_of_today(generate: Any) -> None:
+def test_the_readme_has_the_tested_sets_and_the_number_of_rules_of_today(generate: Any) -> None:
     page, sets = (ROOT / "README.md").read_text(encoding="utf-8"), tested_sets.read()
     assert generate.updated(page, sets) == page, "run `make docs`"
+    assert f"`review` applies {len(RULES)} rules" in page
     newest = sets["make test-newest"]
     (row,) = [line for line in page.splitlines() if line.startswith("| make test-newest |")]
     assert newest["date"] in row and newest["versions"]["transformers"] in row and newest["versions"]["trl"] in row
