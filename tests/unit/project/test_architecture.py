@@ -124,7 +124,6 @@ def test_only_one_file_reads_the_launchers_variables() -> None:
 # Who opens files other than through runtime/files, which neither waits for a FIFO nor follows a link out of the folder.
 OPENS_ITSELF = {
     "the module that all others use": ["runtime.files"],
-    "creates the lock with O_EXCL, which follows no link": ["runtime.runlock:_acquire"],
     "the user names the file and may give a pipe: --config <(...)": ["config.load"],
     "what is installed: this package, TRL, accelerate": [
         "config.sft_fields",
