@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, parsed
 
 PACKAGE = ROOT / "finetune"
 # From the ground up. A name is a file or a folder of the package.
@@ -36,7 +36,7 @@ MODULES = {
 def imported_names(path: Path) -> set[str]:
     """Dotted names of everything that a file imports, at any depth."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -115,7 +115,7 @@ def test_only_one_file_reads_the_launchers_variables() -> None:
             continue
         strings = {
             node.value
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for node in ast.walk(parsed(path))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not strings & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}, path
@@ -189,7 +189,7 @@ def test_files_of_strangers_are_opened_in_one_way() -> None:
     used: set[str] = set()
     wrong = []
     for module, path in MODULES.items():
-        for place in opened_directly(module, ast.parse(path.read_text(encoding="utf-8"))):
+        for place in opened_directly(module, parsed(path)):
             match = {one for one in allowed if place == one or place.startswith((f"{one}:", f"{one}."))}
             used |= match
             wrong += [] if match else [place]
@@ -298,7 +298,7 @@ def test_a_test_has_the_name_of_its_module() -> None:
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
 def test_no_function_is_longer_than_100_lines(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 100, f"{path}:{node.lineno} {node.name}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.schema import KEYS
-from tests.helpers import ROOT
+from tests.helpers import ROOT, parsed
 
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 NAMES = sorted(set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", PAGE)))
@@ -24,7 +24,7 @@ def is_defined(name: str) -> bool:
     for end in range(len(parts), 0, -1):
         place = (ROOT / "finetune").joinpath(*parts[:end])
         if place.with_suffix(".py").is_file():
-            tree: ast.AST = ast.parse(place.with_suffix(".py").read_text(encoding="utf-8"))
+            tree: ast.AST = parsed(place.with_suffix(".py"))
             break
         if place.is_dir():
             return end == len(parts)
@@ -73,7 +73,7 @@ ELSEWHERE = set(
     """.split()
 )
 TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+    path.relative_to(ROOT): parsed(path)
     for folder in ("finetune", "patches")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }

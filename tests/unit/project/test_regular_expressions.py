@@ -43,8 +43,8 @@ UNITS = (
 )
 SEPARATORS = "-_ =./,\n"
 BOUND = 1_000  # a repetition of at most so many is a constant
-SIZES = (24, 1_000, 5_000, 20_000)  # characters; each is compared with half of it
-NEGLIGIBLE = 0.002  # CPU seconds: a quadratic expression needs more for 20,000 characters
+SIZES = (24, 1_000, 3_000, 10_000)  # characters; each is compared with half of it
+NEGLIGIBLE = 0.002  # CPU seconds: a quadratic expression needs more for 10,000 characters
 RATIO = 3.0  # of the CPU time for twice the text: 2 is linear, 4 quadratic
 
 
