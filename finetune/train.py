@@ -1,4 +1,4 @@
-"""`accelerate launch -m finetune.train`: a run from a configuration, whose story is `engine.run`."""
+"""`accelerate launch -m finetune.train`: a run from a configuration, whose story is `run.story`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from finetune import review
 from finetune.config import Config
-from finetune.engine import run as story
 from finetune.engine.checkpoint import checkpoints, output_folder, resume
 from finetune.engine.model import read_ahead
 from finetune.engine.record import RunRecord
-from finetune.engine.session import building, final_model, opening, recording
+from finetune.engine.session import building, opening
 from finetune.measure import strategy
+from finetune.run import final_model, recording, story
 from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, process_group
@@ -62,11 +61,6 @@ class ConfigurationRun(story.Door):
         self, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
     ) -> None:
         self._demo, self._parity_dump, self._without, self._hooks = demo, parity_dump, without, hooks
-
-    def upper_floors(self) -> story.UpperFloors:
-        from finetune.measure import longest_row, micro_batch, scoring
-
-        return story.UpperFloors(longest_row=longest_row, micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         training, output_dir = config.training, record.path.parent

@@ -1,4 +1,4 @@
-"""The front door of a script: what a run of its trainer does in its own way. The story is `engine.run`."""
+"""The front door of a script: what a run of its trainer does in its own way. The story is `run.story`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 import transformers
 from transformers import TrainerState
 
-from finetune import review
 from finetune.config import Config
 from finetune.drop_in import settings
 from finetune.drop_in.names import with_script_names
-from finetune.engine import run
 from finetune.engine.checkpoint import best, finished_runs, output_folder, resume
 from finetune.engine.job import Job
 from finetune.engine.monitoring import trackers
@@ -26,7 +24,7 @@ from finetune.engine.session import building
 from finetune.engine.session.building import BuiltTrainer
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.errors import UserError
-from finetune.measure import longest_row, micro_batch, scoring
+from finetune.run import story
 from finetune.runtime import startup
 from finetune.runtime.command import print_line
 from finetune.runtime.ranks import activity, distributed, interrupt
@@ -35,7 +33,7 @@ from finetune.runtime.types import JsonObject
 _NOTHING = {"eval_loss": None, "exact_match": None}
 
 
-class ScriptRun(run.Door):
+class ScriptRun(story.Door):
     """One call of a trainer's `train`. The script's callbacks and its log see what they see with TRL, and the script
     goes on afterwards.
 
@@ -62,9 +60,6 @@ class ScriptRun(run.Door):
             train: the engine's `train` of this trainer, which the script's own class may call otherwise.
         """
         self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
-
-    def upper_floors(self) -> run.UpperFloors:
-        return run.UpperFloors(longest_row=longest_row, micro_batch=micro_batch, scoring=scoring, review=review)
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         job, trainer, training = self._job, self._trainer, config.training

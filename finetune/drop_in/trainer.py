@@ -24,19 +24,19 @@ from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
-from finetune.engine import run
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.kernels import fused_lora, grouped_experts, liger
 from finetune.engine.model import experts, load_arguments, packing, positions, tokenizer_loading
 from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.record import RunRecord
-from finetune.engine.session import building, final_model
+from finetune.engine.session import building
 from finetune.engine.session.building import BuiltTrainer
 from finetune.engine.sharding import shard
 from finetune.engine.training import batches
 from finetune.engine.training import trainer as engine
 from finetune.errors import UserError
 from finetune.export import card
+from finetune.run import final_model, story
 from finetune.runtime import scripts
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import INTERRUPTED, known_error
@@ -344,7 +344,7 @@ class SFTTrainer(engine.SFTTrainer):
         door = ScriptRun(self, self.job, self.take_checkpoint_batch, train)
         try:
             with interrupt.installed(), process_group.watching(training.ddp_timeout, "ddp_timeout", record.fail):
-                outcome = run.run(door, config, record)
+                outcome = story.run(door, config, record)
         except interrupt.Interrupted:
             raise SystemExit(INTERRUPTED) from None
         except UserError:

@@ -299,3 +299,13 @@ def layout_facts(job: Job) -> dict[str, JsonObject]:
     named = held_out if isinstance(held_out, Mapping) else {"": held_out}
     found = {"train": job.layout} | {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
     return {split: layout.to_dict() for split, layout in found.items()}
+
+
+def experts_of(job: Job) -> JsonObject | None:
+    """The routed experts of the model for run.json, and in how many layers `grouped_experts` computes them; None if
+    there are none."""
+    from finetune.engine.kernels import grouped_experts
+    from finetune.engine.model import experts
+
+    routed = experts.summary(job.model)
+    return routed and routed | {"grouped": grouped_experts.installed(job.model)}

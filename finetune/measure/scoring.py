@@ -15,9 +15,8 @@ from finetune.runtime.tags import tag
 from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from finetune.engine.job import Job
+    from finetune.engine.monitoring.event_file import EventFile
     from finetune.measure.measurements import Measurement
     from finetune.measure.slices import Sharded
 
@@ -118,7 +117,7 @@ def compare(typical: Prediction, mean: Prediction, results: JsonObject) -> dict[
     }
 
 
-def write(writer: SummaryWriter | None, prediction: JsonObject, step: int) -> None:
+def write(writer: EventFile | None, prediction: JsonObject, step: int) -> None:
     """Write to TensorBoard: the errors as scalars, the rest as text. `writer` is None on ranks that do not log."""
     if writer is None:
         return

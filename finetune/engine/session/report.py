@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine.job import layout_facts
+    from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.kernels import fp8, liger
     from finetune.engine.model import adapter_coverage
     from finetune.engine.optimizer import master_weights
-    from finetune.engine.session import recording
     from finetune.engine.training import recompute
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -77,7 +76,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
     if (kept := recompute.configured(config).summary(job.stack)) is not None:
         print_line(kept)
-    if (experts := recording.experts_of(job)) is not None:
+    if (experts := experts_of(job)) is not None:
         whose = liger.backend_kernels(job.stack) if experts["grouped"] < experts["layers"] else "this package's"
         print_line(f"Kernels of the experts: {whose}")
     rate = scaled_learning_rate(training, batch.global_batch_size)

@@ -54,7 +54,7 @@ def test_a_name_exists(name: str) -> None:
 
 def test_each_floor_of_the_table_is_a_floor() -> None:
     floors = re.findall(r"\*\*(\w+)\*\*", PAGE.partition("| floor |")[2].partition("\n\n")[0])
-    assert floors == ["advise", "train", "drop_in", "measure", "engine", "data", "runtime", "config", "patches"]
+    assert floors == ["advise", "train", "drop_in", "run", "measure", "engine", "data", "runtime", "config", "patches"]
     places = [ROOT / "finetune" / name for name in floors[:-1]] + [ROOT / "patches"]
     assert all(place.exists() or place.with_suffix(".py").exists() for place in places)
 

@@ -576,7 +576,7 @@ def test_the_record_names_a_kernel_that_was_called() -> None:
 def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace
 
-    from finetune.engine.session import recording
+    from finetune.run import recording
 
     job: Any = SimpleNamespace(attention=attention.AttentionKernel(kernel=attention.FLASH_4, reason="faster"))
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=7), resumed_step=7)

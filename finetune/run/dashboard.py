@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from finetune import review
 from finetune.engine.record import RunRecord
-from finetune.engine.session.evaluation import answer_and_score
 from finetune.engine.session.opening import total_steps
 from finetune.redact import redact_tree
+from finetune.run.evaluation import answer_and_score
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -17,17 +17,11 @@ if TYPE_CHECKING:
     from finetune.engine.monitoring.samples import Question
 
 
-def dashboard_pages(
-    job: Job,
-    record: RunRecord,
-    questions: list[Question],
-    review: ModuleType,
-) -> Dashboard:
+def dashboard_pages(job: Job, record: RunRecord, questions: list[Question]) -> Dashboard:
     """The pages of TensorBoard.
 
     Args:
         record: run.json, as far as it is known when training begins.
-        review: `finetune.review`, which reviews the run and, with training.stop_on_divergence, judges its losses.
     """
     from finetune.engine.job import layout_facts
     from finetune.engine.monitoring import tensorboard_pages

@@ -10,26 +10,16 @@ import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.config.rules import Mode
 from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
-from finetune.engine.session import (
-    building,
-    dashboard,
-    disk_checks,
-    evaluation,
-    final_model,
-    opening,
-    out_of_memory,
-    recording,
-    report,
-)
+from finetune.engine.session import building, disk_checks, opening, out_of_memory, report
 from finetune.engine.session.choice import Choice
 from finetune.errors import RunError
+from finetune.run import dashboard, evaluation, final_model, recording
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -43,17 +33,6 @@ if TYPE_CHECKING:
     from finetune.engine.session.building import BuiltTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpperFloors:
-    """What the story calls on the floors above: `finetune.measure.longest_row`, `.micro_batch` and `.scoring`, and
-    `finetune.review`."""
-
-    longest_row: ModuleType
-    micro_batch: ModuleType
-    scoring: ModuleType
-    review: ModuleType
-
-
 class Door(abc.ABC):
     """What a front door does in its own way. It need not override what a run from a configuration does."""
 
@@ -62,10 +41,6 @@ class Door(abc.ABC):
     def named(self, text: str) -> str:
         """A text with the settings in it called as the user calls them."""
         return text
-
-    @abc.abstractmethod
-    def upper_floors(self) -> UpperFloors:
-        """Called once the backend has started."""
 
     @abc.abstractmethod
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, StartPoint]:
@@ -144,39 +119,39 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
             return RunOutcome(done=done, output=door.leave_finished(job, start, done))
         disk_checks.check_space(job.config, job.model)
         disk_checks.check_saving(job)
-        upper = door.upper_floors()
-        mode = upper.longest_row.choose(job, start.activations)
+        from finetune.measure import longest_row, micro_batch  # after the backend, which the door has started
+
+        mode = longest_row.choose(job, start.activations)
         job.config = mode.value.set_in(job.config) if mode.made else job.config
-        size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+        size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
         job.batch = job.batch.divided(size.value)
         door.take_folder(job, start)
         report.print_introduction(job, start)
         report.print_activations(mode)
         with recording.record_run(record, job, start):
-            outcome = _train_recorded(door, job, record, start, Open(mode=mode, size=size), upper)
+            outcome = _train_recorded(door, job, record, start, Open(mode=mode, size=size))
         door.close(job, record, ended=not outcome.stopped)
         return outcome
 
 
-def _train_recorded(
-    door: Door, job: Job, record: RunRecord, start: StartPoint, left: Open, upper: UpperFloors
-) -> RunOutcome:
+def _train_recorded(door: Door, job: Job, record: RunRecord, start: StartPoint, left: Open) -> RunOutcome:
     """Evaluate, train, save and evaluate again."""
     from finetune.engine.monitoring import samples
+    from finetune.measure import longest_row, scoring
 
     output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
-    pages = dashboard.dashboard_pages(job, record, questions, upper.review)
-    explained = out_of_memory.explain_out_of_memory(job, upper.longest_row.known_remedy)
+    pages = dashboard.dashboard_pages(job, record, questions)
+    explained = out_of_memory.explain_out_of_memory(job, longest_row.known_remedy)
     with door.trainer(job, start, pages) as built, built.logger, explained:
         trainer, logger = built.trainer, built.logger
         checkpoint = building.prepare_resume(trainer, start, job.config.training.save_total_limit)
-        _begin(job, record, trainer, start, checkpoint, left, upper)
+        _begin(job, record, trainer, start, checkpoint, left)
         before, answers_before = door.evaluate(job, built, questions, trained=False)
         startup.current().ended("evaluation")
         with interrupt.deferred():
             output = door.train(trainer, checkpoint, rebuild=start.rebuild)
-        _record_results(job, record, built, upper)
+        _record_results(job, record, built)
         if built.stop.stopped:
             record.update(status="interrupted", interrupted_by=interrupt.reason())
             report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
@@ -193,7 +168,7 @@ def _train_recorded(
 
     if answers_before is not None and answers_after is not None:
         console().print(samples.table(answers_before, answers_after))
-    report.print_conclusion(record.content, output_dir, upper.scoring.sentence(record.content["prediction"]))
+    report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
     return RunOutcome(output=output)
 
 
@@ -204,26 +179,27 @@ def _begin(
     start: StartPoint,
     checkpoint: str | None,
     left: Open,
-    upper: UpperFloors,
 ) -> None:
     """Check and record the trainer, and have it measure before the first step what is open."""
+    from finetune.measure import longest_row, micro_batch
+
     recording.record_trainer(record, job, trainer, checkpoint)
     if left.mode.made:  # a script has built its trainer before it was known
-        upper.longest_row.apply(trainer, left.mode.value)
+        longest_row.apply(trainer, left.mode.value)
     _note(record, trainer, job, left)
     start_up = startup.current()
 
     def measure() -> None:
         found = left
         if found.mode.searches:
-            mode = upper.longest_row.search_before_first_step(job, trainer)
+            mode = longest_row.search_before_first_step(job, trainer)
             job.config = mode.value.set_in(job.config)
             report.print_activations(mode)
-            size = upper.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+            size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
             found = Open(mode=mode, size=size)
         size = found.size
         if size.searches:
-            size = upper.micro_batch.search_before_first_step(job, trainer)
+            size = micro_batch.search_before_first_step(job, trainer)
         job.batch = job.batch.divided(size.value)
         trainer.set_batch(job.batch)
         if size.seconds:
@@ -248,22 +224,23 @@ def _note(record: RunRecord, trainer: Any, job: Job, found: Open) -> None:
     record.update(micro_batch=found.size.to_dict({"per_device": found.size.value}), activations=activations)
 
 
-def _record_results(job: Job, record: RunRecord, built: BuiltTrainer, upper: UpperFloors) -> None:
+def _record_results(job: Job, record: RunRecord, built: BuiltTrainer) -> None:
     """Note what training has yielded. If the disk has no room for run.json, the model is still saved afterwards.
 
     Raises:
         RunError: the loss diverged.
     """
     from finetune.engine.checkpoint import best
+    from finetune.measure import micro_batch, scoring
 
     trainer, logger = built.trainer, built.logger
     step, results = trainer.state.global_step, logger.results()
-    prediction = upper.scoring.score(job, results)
-    upper.scoring.write(logger.records.events, prediction, step)
+    prediction = scoring.score(job, results)
+    scoring.write(logger.records.events, prediction, step)
     record.try_update(
         steps=step,
         prediction=prediction,
-        micro_batch_search=upper.micro_batch.earlier_search(job),
+        micro_batch_search=micro_batch.earlier_search(job),
         attention=recording.attention_used(job, trainer),
         **results,
     )

@@ -37,16 +37,6 @@ def attention_used(job: Job, trainer: SFTTrainer) -> JsonObject:
     return asdict(found)
 
 
-def experts_of(job: Job) -> JsonObject | None:
-    """The routed experts of the model for run.json, and in how many layers `grouped_experts` computes them; None if
-    there are none."""
-    from finetune.engine.kernels import grouped_experts
-    from finetune.engine.model import experts
-
-    routed = experts.summary(job.model)
-    return routed and routed | {"grouped": grouped_experts.installed(job.model)}
-
-
 def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint: str | None) -> None:
     """Run the start checks and note what is known once the trainer is built. Every rank calls it.
 
@@ -74,7 +64,7 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
 def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterator[None]:
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
-    from finetune.engine.job import layout_facts
+    from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
 
