@@ -10,9 +10,8 @@ that is fastest at an efficiency of at least 70 %. It is median steps that are c
 and in a short one what the first steps compile decides.
 Side by side they share the host, which sets the pace of short steps, and of all steps where it is busy: `--alone` runs
 one job at a time.
-`--study DIR/study.json` adds the dense models, whose steps `benchmarks.study` has measured. `--too-large` does
-something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must refuse and a run
-must not survive, and then the run that the advice proposes in its place.
+`--too-large` does something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must
+refuse and a run must not survive, and then the run that the advice proposes in its place.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ CASES = {
         words=[*LORA, "--data.max_length", "64", "--training.global_batch_size", "4"], environment={}, steps=160
     ),
 }
-DENSE = {"258K": (16, 128), "6.9M": (8, 64)}  # global batches
 
 
 def main() -> int:
@@ -89,7 +87,6 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-1.2b")
     parser.add_argument("--cases", default="", help="only those whose name matches this regular expression")
     parser.add_argument("--alone", action="store_true", help="one job at a time")
-    parser.add_argument("--study", type=Path, help="study.json of `python -m benchmarks.study` on this machine")
     parser.add_argument("--too-large", choices=SHAPES, help="only: full fine-tuning of this shape, on the first GPU")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -104,16 +101,6 @@ def main() -> int:
     for start in range(0, len(chosen), at_a_time):
         model = build(options.work / "model", options.shape, options.train)  # once: it stays
         measure(options, results, model, comm, {name: CASES[name] for name in chosen[start : start + at_a_time]})
-    if options.study:
-        study = json.loads(options.study.read_text())
-        for size, batches in DENSE.items():
-            for batch in batches:
-                for mode in study["modes"]:
-                    measured = dense_runs(mode, size, batch)
-                    file = comm["no-peers" if "NCCL_P2P_DISABLE" in mode["environment"] else "peers"]
-                    advice = dense_advice(options, size, batch, sorted(measured), file)
-                    about = f"dense {size}, batch {batch}, {mode['name']}"
-                    record(options, results, about, judge(advice, with_predictions(advice, measured)))
     wrong = [name for name, one in results["cases"].items() if not one["verdict_right"]]
     say(f"{len(results['cases']) - len(wrong)} of {len(results['cases'])} verdicts right; wrong: {wrong or 'none'}")
     return int(bool(wrong))
@@ -250,30 +237,8 @@ def judge(advice: dict[str, Any], runs: dict[int, dict[str, Any]]) -> dict[str, 
         "measured_best": best,
         "verdict_right": advice["world_size"] == best,
         "runs": runs,
-        "advice": {name: advice[name] for name in ("rows", "study2025", "notes")},
+        "advice": {name: advice[name] for name in ("rows", "notes")},
     }
-
-
-def dense_runs(mode: dict[str, Any], size: str, batch: int) -> dict[int, dict[str, Any]]:
-    """The measured steps of a dense model, by world size."""
-    return {
-        row["world_size"]: {
-            "tokens_per_second": row["samples_per_second"],
-            "step_seconds_median": row["step_seconds"]["median"],
-            "peak_memory_gib": [one["memory_gib"] for one in row["ranks"]],
-            "exposed_communication_fraction": row["exposed_communication_fraction"],
-        }
-        for row in mode["rows"]
-        if row["model"] == size and row["batch"] == batch
-    }
-
-
-def dense_advice(options: argparse.Namespace, size: str, batch: int, worlds: list[int], comm: Path) -> dict[str, Any]:
-    """What `benchmarks.study.advise` says."""
-    out = options.work / "advice-dense.json"
-    words = ["-m", "benchmarks.study.advise", size, "--batch", str(batch), "--comm", str(comm)]
-    run([*words, "--world-sizes", ",".join(map(str, worlds)), "--json", str(out)])
-    return json.loads(out.read_text())
 
 
 def with_predictions(advice: dict[str, Any], runs: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

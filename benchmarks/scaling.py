@@ -28,11 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import models
+from benchmarks import figures, models
 from benchmarks.peers import rows
 from benchmarks.peers.__main__ import documents, machine
 from benchmarks.processes import end_with_this_one, run, say
-from finetune.bench import timeline
 from finetune.measure import protocol
 
 ROOT = Path(__file__).parent.parent
@@ -269,7 +268,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 def plot(record: dict[str, Any], path: Path) -> None:
     """Efficiency by number of GPUs, and the loss curves of the first strong cell; nothing without matplotlib."""
     cells = {name: cell for name, cell in record["cells"].items() if cell.get("summary")}
-    figure = timeline.new_figure(8) if cells else None
+    figure = figures.new_figure(8) if cells else None
     if figure is None:
         return
     strong = next((name for name in cells if " strong" in name), None)
@@ -290,7 +289,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
                 right.plot(steps, one["losses"], label=f"{one['world_size']} GPUs", linewidth=1)
         right.set(title=strong, xlabel="step", ylabel="loss")
         right.legend(frameon=False, fontsize=8)
-    timeline.save(figure, path)
+    figures.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ COMMANDS = {
     "review": "explain recorded runs: what limits them, what to change, how they compare",
     "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
     "completion": "print the completion script of bash, zsh or fish",
-    "bench": "measure this machine: communication, compute, training steps",
+    "bench": "measure the communication between the GPUs of this machine",
 }
 
 

@@ -74,10 +74,8 @@ def parser() -> argparse.ArgumentParser:
         if name == "bench":
             from finetune.bench import command as bench
 
-            benches = child.add_subparsers()
-            for what, purpose in bench.WHAT.items():
-                one = benches.add_parser(what, help=purpose, description=purpose, add_help=False)
-                _add_options(one, bench.own_options(what))
+            one = child.add_subparsers().add_parser(bench.COMM, help=bench.PURPOSE, add_help=False)
+            _add_options(one, bench.own_options())
         else:
             _add_options(child, command_options(name))
     return whole

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from finetune.bench import timeline
+from benchmarks import figures
 from finetune.measure import protocol
 
 PEERS = {
@@ -101,7 +101,7 @@ def line(one: dict[str, Any]) -> str:
 def plot(record: dict[str, Any], path: Path) -> None:
     """Tokens/s by variant, a panel per cell; nothing where matplotlib is not installed."""
     done = {name: cell for name, cell in record["cells"].items() if any(cell.get("summary", {}).values())}
-    figure = timeline.new_figure(4 * len(done) + 2) if done else None
+    figure = figures.new_figure(4 * len(done) + 2) if done else None
     if figure is None:
         return
     panels = figure.subplots(len(done), 1, squeeze=False)[:, 0]
@@ -115,4 +115,4 @@ def plot(record: dict[str, Any], path: Path) -> None:
             axes.annotate(f" {mean:,.0f}", (mean, place), va="center", fontsize=8)
         axes.set(title=name, xlabel="tokens/s")
         axes.margins(x=0.15)
-    timeline.save(figure, path)
+    figures.save(figure, path)

@@ -1,4 +1,4 @@
-"""`finetune bench`: measurements of this machine, all by one protocol (finetune/measure/protocol.py)."""
+"""`finetune bench comm`: communication between ranks, measured by the protocol of finetune/measure/protocol.py."""
 
 from finetune.bench.command import main
 

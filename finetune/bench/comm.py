@@ -48,7 +48,7 @@ def measure(
         RunError: a rank failed or died.
     """
     machine = machine or survey()
-    check_world(world_size, machine, least=2)
+    check_world(world_size, machine)
     request = _request(sizes, machine, runs, steps, warm_up, collectives)
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
@@ -115,9 +115,9 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> d
     return {"algbw_gb_s": algorithm, "busbw_gb_s": algorithm * factor}
 
 
-def check_world(world_size: int, machine: Hardware, *, least: int = 1) -> None:
-    """Raises UserError if this machine has too few GPUs for the world size, or if it is below `least`."""
-    if world_size < least:
+def check_world(world_size: int, machine: Hardware) -> None:
+    """Raises UserError if this machine has too few GPUs for the world size, or if it is below 2."""
+    if world_size < 2:
         raise UserError(f"too few ranks to communicate: --world-sizes {world_size}. Give two ranks or more.")
     if machine.device == "cuda" and world_size > machine.count:
         raise UserError(
@@ -176,6 +176,6 @@ def variants(machine: Hardware) -> tuple[Variant, ...]:
     found.append(Variant(name="LL", environment=base | {"NCCL_PROTO": "LL"}))
     if all(link.nvlinks for link in links):  # elsewhere LL128 "can lead to data corruption" (NCCL_PROTO in its manual)
         found.append(Variant(name="LL128", environment=base | {"NCCL_PROTO": "LL128"}))
-    for size in (MIB, 32 * MIB):  # NCCL's default is 4 MiB; the study used 32
+    for size in (MIB, 32 * MIB):  # NCCL's default is 4 MiB
         found.append(Variant(name=f"buffer {size // MIB} MiB", environment=base | {"NCCL_BUFFSIZE": str(size)}))
     return tuple(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from finetune.bench import comm
-from finetune.bench.launch import choose_world_sizes
+from finetune.bench.launch import default_world_sizes
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
@@ -28,9 +28,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
         return
     sent = job_buckets(rest) if rest else []
     machine = survey()
-    world_sizes = choose_world_sizes(options.world_sizes, machine.count, least=2)
+    world_sizes = options.world_sizes or default_world_sizes(machine.count)
     for world in world_sizes:  # all are checked before the first starts
-        comm.check_world(world, machine, least=2)
+        comm.check_world(world, machine)
     print_line(topology_line(machine))
     print_line(explain_settings(machine, recommend_settings(machine)))
     if sent:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.types import JsonObject
 
-# A GPU's clock follows its temperature and power. The study kept its GPUs between 65 and 70 C. Under a steady load a
-# clock moves by one or two steps of 15 MHz (less than 2 % of 1,980 MHz); larger changes make the figures incomparable.
+# A GPU's clock follows its temperature and power. Under a steady load a clock moves by one or
+# two steps of 15 MHz (less than 2 % of 1,980 MHz); larger changes make the figures incomparable.
 MOST_CLOCK_DRIFT = 0.03
 MOST_DEGREES = 10
 

@@ -111,7 +111,6 @@ def failure_error(code: int, output: str, world_size: int) -> UserError:
     return RunError(f"the benchmark on {counted(world_size, 'rank')} failed with exit code {code}: {own[-3000:]}")
 
 
-def choose_world_sizes(given: list[int] | None, gpus: int, *, least: int = 1) -> list[int]:
-    """The world sizes to measure: those given, or `least` and its doubles up to the number of GPUs (2 on a CPU)."""
-    most = gpus or 2
-    return given or [world for world in (1, 2, 4, 8) if least <= world <= most] or [least]
+def default_world_sizes(gpus: int) -> list[int]:
+    """World sizes to measure: 2, 4 and 8, up to the number of GPUs; 2 on a CPU, and on one GPU, which is refused."""
+    return [world for world in (2, 4, 8) if world <= gpus] or [2]

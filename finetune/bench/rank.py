@@ -1,4 +1,4 @@
-"""Shared by the ranks of all benchmarks: set up the device, time steps, and write the result on rank 0."""
+"""A rank of a benchmark: set up the device, time steps, and write the result on rank 0."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def device_type() -> str:
-    """What the ranks of this benchmark compute on: "cuda" or "cpu"."""
-    return "cuda" if on_gpu() else "cpu"
-
-
 def progress(done: int, total: int) -> None:
     """Report progress to the process that started the ranks."""
     if distributed.ranks().is_main:
@@ -78,7 +73,7 @@ def barrier() -> None:
 def time_steps(step: Callable[[], object], *, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of `steps` calls after `warm_up` calls; all ranks start together."""
     barrier()
-    clock = Clock(device_type())
+    clock = Clock("cuda" if on_gpu() else "cpu")
     for number in range(warm_up + steps):
         if number == warm_up:
             clock.mark()

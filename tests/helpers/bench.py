@@ -20,7 +20,3 @@ def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how:
 def on_cpu() -> dict[str, Any]:
     bare = {"device": "cpu", "name": "x", "count": 0, "memory_gib": None, "peak_bf16_tflops": None, "peak_reason": ""}
     return {**bare, "cpu_cores": 2, "ram_gib": 8.0, "gpus": (), "links": ()}
-
-
-def figure(seconds: float) -> dict[str, Any]:
-    return {"mean": seconds, "median": seconds, "ci95": [0.9 * seconds, 1.1 * seconds], "runs": 5, "n": 9, "removed": 1}

@@ -205,4 +205,4 @@ def parse(command: Sequence[str]) -> tuple[int, list[str]]:
 def _socket_for(argv: Sequence[str]) -> Path:
     if SOCKET in os.environ:
         return Path(os.environ[SOCKET])
-    return server(kind_of(argv) if argv[1] == "finetune.bench.step_rank" else "transformers").socket
+    return server("transformers").socket

@@ -12,7 +12,7 @@ import pytest
 import shtab
 
 from finetune import cli, completion
-from finetune.bench.command import WHAT
+from finetune.bench.command import COMM
 from finetune.config.schema import KEYS
 
 ASK = """
@@ -52,9 +52,8 @@ def offered(script: Path, *words: str) -> list[str]:
         (("train", "--config", "my"), ["my.yaml"]),
         (("prepare", "--dry"), []),
         (("advise", "--price"), ["--price-per-gpu-hour"]),
-        (("bench", "st"), ["step"]),
+        (("bench", "co"), ["comm"]),
         (("bench", "comm", "--data.packi"), ["--data.packing"]),
-        (("bench", "compute", "--data.packi"), []),
     ],
 )
 def test_bash_completes(script: Path, words: tuple[str, ...], expected: list[str]) -> None:
@@ -67,7 +66,7 @@ def test_every_script_has_every_command_and_key(shell: str, tmp_path: Path, caps
     assert completion.main([shell, "--json", str(tmp_path / "c.json")]) == 0
     text = capsys.readouterr().out
     assert json.loads((tmp_path / "c.json").read_text())["script"] == text
-    for name in (*cli.COMMANDS, *WHAT):
+    for name in (*cli.COMMANDS, COMM):
         assert re.search(rf"\b{name}\b", text), name
     for name in KEYS:
         assert name in text.replace("\\", ""), name

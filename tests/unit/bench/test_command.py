@@ -14,7 +14,7 @@ from finetune.bench.command import own_options
 
 def test_options_and_configuration_are_kept_apart() -> None:
     words = ["--runs", "3", "--config", "my.yaml", "--training.seed", "7", "--json", "x.json", "--sizes=4096,65536"]
-    options, rest = own_options("comm").split(words)
+    options, rest = own_options().split(words)
     assert isinstance(options, argparse.Namespace)
     assert (options.runs, options.steps, options.sizes, options.json) == (3, 100, [4096, 65536], Path("x.json"))
     assert rest == ["--config", "my.yaml", "--training.seed", "7"]

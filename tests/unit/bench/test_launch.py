@@ -6,7 +6,7 @@ import pytest
 
 from finetune.bench import comm, launch
 from finetune.bench.command import main
-from finetune.bench.launch import choose_world_sizes
+from finetune.bench.launch import default_world_sizes
 from finetune.errors import RunError, UserError
 from tests.helpers.bench import machine
 
@@ -17,12 +17,9 @@ def test_world_sizes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="the number of visible GPUs is 2"):
         comm.check_world(4, two)
     with pytest.raises(UserError, match="two ranks or more"):
-        comm.check_world(1, two, least=2)
-    assert choose_world_sizes(None, 8) == [1, 2, 4, 8] and choose_world_sizes(None, 8, least=2) == [2, 4, 8]
-    assert choose_world_sizes(None, 1) == [1] and choose_world_sizes(None, 1, least=2) == [
-        2
-    ]  # which one GPU then refuses
-    assert choose_world_sizes(None, 0) == [1, 2] and choose_world_sizes([3], 0) == [3]
+        comm.check_world(1, two)
+    assert default_world_sizes(8) == [2, 4, 8] and default_world_sizes(3) == [2]
+    assert default_world_sizes(1) == default_world_sizes(0) == [2]
 
 
 REPORT = """\
@@ -69,16 +66,16 @@ def test_the_first_failure_is_reported(said: str, kind: type, words: str) -> Non
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "comm, compute, step."),
+        ([], "There is one: `finetune bench comm`."),
         (["speed"], "unknown benchmark: `speed`"),
         (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
         (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
         (["comm", "--settings"], "has no GPU"),
-        (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
-        (["study"], "unknown benchmark: `study`"),
-        (["step", "--training.learing_rate", "1"], "learning_rate"),
-        (["step", "--world-sizes"], "expected one argument"),
+        (["step"], "unknown benchmark: `step`"),
+        (["comm", "--size", "4096"], "unknown option: `--size`"),
+        (["comm", "--training.learing_rate", "1"], "learning_rate"),
+        (["comm", "--world-sizes"], "expected one argument"),
     ],
 )
 def test_bad_input_is_reported_and_nothing_starts(

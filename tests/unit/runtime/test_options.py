@@ -16,9 +16,7 @@ from finetune.convert import command as convert
 from finetune.errors import UserError
 from finetune.runtime.options import Options, count, counts, requested_help, without_json, without_option
 
-OWN = {"advise": advise.own_options(), "convert": convert.own_options()} | {
-    f"bench {what}": bench.own_options(what) for what in bench.WHAT
-}
+OWN = {"advise": advise.own_options(), "convert": convert.own_options(), "bench comm": bench.own_options()}
 
 
 def an_option() -> Options:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from benchmarks.study import published
 from finetune.runtime.machine import hardware, nccl
 from tests.helpers.nvml import Card, install
 
@@ -45,14 +44,3 @@ def test_what_is_mixed_or_unknown_is_left_to_nccl(monkeypatch: pytest.MonkeyPatc
 def test_without_a_gpu() -> None:
     found = hardware.survey()
     assert chosen(found) == {} and "gloo" in nccl.explain_settings(found, ())
-
-
-def test_each_value_of_the_study_is_judged_and_none_that_is_invalid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    study = {one.name: one for one in published.SETTINGS}
-    assert {name: one.value for name, one in study.items()} == {
-        **{"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple", "NCCL_BUFFSIZE": "33554432"},
-        **{"NCCL_NTHREADS": "16", "NCCL_DEBUG": "INFO"},
-    }
-    assert "64, 128, 256 and 512" in study["NCCL_NTHREADS"].reason
-    used = {name for name, one in study.items() if one.reason.startswith("used")}
-    assert used == set(chosen(machine(monkeypatch, 2, "PHB", peers=False))) == {"NCCL_P2P_DISABLE"}

@@ -1,4 +1,4 @@
-"""Tests of finetune/bench/windows.py."""
+"""Tests of finetune/runtime/communication.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.bench import windows
-from finetune.runtime import clock, communication
+from finetune.runtime import communication
 
 
 def test_ddps_account() -> None:
@@ -56,48 +55,3 @@ def test_kernels_of_communication_that_nothing_hides() -> None:
         }
     )
     assert communication.kernel_communication(noise, steps=2) is None
-
-
-class FakeTrainer:
-    """As much of a trainer as the windows use: one rank, whose steps take as long as their number says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.callbacks = 0.0, []
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
-        self.args = types.SimpleNamespace(world_size=1)
-        self.state = types.SimpleNamespace(global_step=0)
-        self.accelerator = types.SimpleNamespace(backward=lambda: self.spend(2))
-
-    def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback)
-
-    def spend(self, share: float) -> None:
-        self.now += share * (self.state.global_step + 1)
-
-    def get_batch_samples(self) -> None:
-        self.spend(0.5)
-
-    def compute_loss(self) -> None:
-        self.spend(1)
-
-    def step(self) -> None:
-        self.get_batch_samples()
-        for _ in range(2):  # micro-batches
-            self.compute_loss()
-            self.accelerator.backward()
-        self.spend(0.25)
-        for event in ("on_optimizer_step", "on_step_end"):
-            self.state.global_step += event == "on_step_end"
-            for callback in self.callbacks:
-                getattr(callback, event)(None, self.state, types.SimpleNamespace())
-
-
-def test_only_the_steps_inside_a_window_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = FakeTrainer(monkeypatch)
-    found = windows.Windows(trainer, runs=2, warm_up=1, steps=2)
-    assert found.total == 6
-    for _ in range(6):
-        trainer.step()
-    phases = {"data": 0.5, "forward": 2.0, "backward": 4.0, "optimizer": 0.25, "other": 0.0}
-    expected = [[{name: step * share for name, share in phases.items()} for step in run] for run in ((2, 3), (5, 6))]
-    assert found.seconds == expected and len(found.states) == 2
