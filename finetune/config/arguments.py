@@ -299,7 +299,8 @@ ARGUMENTS = (
         kept=(None,), reason="this optimizer needs UnslothTrainer", script="Choose one by `optim`",
     ),
     Argument(
-        "context_parallel_size", UNSLOTH, kept=(None, 1), reason="each GPU computes whole rows", script="Remove it"
+        "context_parallel_size", UNSLOTH,
+        kept=(None, 1), reason="this trainer does not read it", script="Use context_parallel of finetune.SFTConfig",
     ),
 )  # fmt: skip
 
@@ -385,8 +386,8 @@ SCRIPT_KEYS = {
     **dict.fromkeys(
         "model.backend model.dtype model.tiled_mlp lora.r lora.lora_alpha lora.lora_dropout lora.target_modules"
         " lora.target_parameters lora.use_rslora training.global_batch_size training.resume_from_checkpoint"
-        " training.resume_with_changes training.strategy logging.profile_steps logging.include_rows"
-        " logging.lines".split(),
+        " training.resume_with_changes training.strategy training.context_parallel logging.profile_steps"
+        " logging.include_rows logging.lines".split(),
         "",
     ),
 }

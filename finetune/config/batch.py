@@ -40,8 +40,8 @@ def data_ranks(training: TrainingConfig, world_size: int) -> int:
         allowed = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
             f"training.context_parallel {size} does not divide {world_size} (processes), and each row is shared by "
-            f"{size} of them. Set it to {' or '.join(allowed)}, or start a multiple of {size} processes, "
-            f"such as `torchrun --nproc_per_node {size} -m finetune.train ...`."
+            f"{size} of them. Set it to {' or '.join(allowed)}, or start a multiple of {size} processes "
+            f"(`torchrun --nproc_per_node {size} ...`)."
         )
     return world_size // size
 

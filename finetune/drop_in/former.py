@@ -16,6 +16,7 @@ import trl
 from finetune.config.arguments import TRAINER, row, with_current_names
 from finetune.drop_in import backbone
 from finetune.drop_in.overrides import Overrides
+from finetune.drop_in.refusals import Refused
 from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
@@ -25,9 +26,16 @@ if TYPE_CHECKING:
 
 
 class SFTConfig(trl.SFTConfig):
-    """`trl.SFTConfig`, which also takes the former names of its arguments and prints what they are today."""
+    """`trl.SFTConfig`, which also takes the former names of its arguments and prints what they are today.
 
-    def __init__(self, *positional: Any, **given: Any) -> None:
+    Args:
+        context_parallel: GPUs that share each row, for rows too long for one.
+    """
+
+    def __init__(self, *positional: Any, context_parallel: int = 1, **given: Any) -> None:
+        if type(context_parallel) is not int or context_parallel < 1:
+            raise Refused(f"SFTConfig: `context_parallel={context_parallel!r}`: expected a whole number, at least 1.")
+        self.context_parallel = context_parallel
         if given.get("packing") and given.pop("group_by_length", False):
             print_line("SFTConfig: `group_by_length` is left out: packs have one length.")
         todays_names = with_current_names(given, note=lambda text: print_line(f"SFTConfig: {text}."))
@@ -77,6 +85,8 @@ def complete_arguments(
     args = copy.copy(args)
     if type(args) is SFTConfig:
         args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours
+    if (shared := overrides.get("training.context_parallel", None)) is not None:
+        args.context_parallel = shared  # type: ignore[attr-defined]
     # Unsloth's SFTConfig has a field for the length of rows, in addition to TRL's.
     length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
     if length is None and getattr(args, "length_given", False):

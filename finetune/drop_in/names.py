@@ -51,7 +51,7 @@ def with_script_names(text: str) -> str:
     text = _FURTHER.sub(r"\1=\2, train(resume_from_checkpoint=True, resume_with_changes=True)", text)
     for key, called in _CALLED.items():
         text = re.sub(rf"\b{re.escape(key)}(?!\w)", called, text)
-    arguments = {one.name for one in dataclasses.fields(trl.SFTConfig)} | {"global_batch_size"}
+    arguments = {one.name for one in dataclasses.fields(trl.SFTConfig)} | {"global_batch_size", "context_parallel"}
 
     def name(found: re.Match[str]) -> str:
         section, key, value = found.groups()

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import arguments
-from finetune.config.rules import AUTO, CHECKPOINTING, OFFLOAD, SELECTIVE, checkpointing_kinds, why_optimizer_unusable
+from finetune.config import Config, arguments
+from finetune.config.rules import (
+    AUTO,
+    CHECKPOINTING,
+    OFFLOAD,
+    SELECTIVE,
+    checkpointing_kinds,
+    context_parallelism,
+    why_optimizer_unusable,
+)
 from finetune.data.store import Rows
 from finetune.drop_in import settings
 from finetune.errors import UserError, listed
@@ -255,6 +263,16 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
             )
         if args.packing and getattr(adapter, "alora_invocation_tokens", None):
             raise Refused("`alora_invocation_tokens` needs rows of one document each. Remove it, or `packing=True`.")
+
+
+def check_shared_rows(config: Config) -> None:
+    """Refuse what ranks that share each row cannot have.
+
+    Raises:
+        Refused: with all that is found.
+    """
+    if found := [text for _, text in context_parallelism(config, config.given)]:
+        raise Refused(f"`context_parallel={config.training.context_parallel}`: {' '.join(found)}")
 
 
 def snapshot(*given: object) -> list[Snapshot]:

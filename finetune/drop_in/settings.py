@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Batch, Config, resolve_batch
+from finetune.config import Batch, Config, data_ranks, resolve_batch
 from finetune.config.arguments import FIXED, REFUSED, TAKEN
 from finetune.config.rules import OFFLOAD, SELECTIVE
 from finetune.config.schema import (
@@ -39,21 +39,31 @@ def leaves_micro_batch_open(args: trl.SFTConfig, global_batch_size: int | None) 
     return global_batch_size is not None and not getattr(args, "size_given", True)
 
 
+def context_parallel(args: trl.SFTConfig) -> int:
+    """How many ranks share each row, which only `finetune.SFTConfig` and the command line can set."""
+    return getattr(args, "context_parallel", 1)
+
+
+def rows_per_rank(args: trl.SFTConfig) -> int:
+    """Rows of an optimizer step per rank with rows of its own, as TRL counts them."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+
 def batch(args: trl.SFTConfig, global_batch_size: int | None, world_size: int) -> Batch:
     """How a step divides over the ranks: TRL's product, or what the user has fixed. Of a fixed batch, a rank holds at
     most `per_device_train_batch_size` rows at once.
 
     Raises:
-        UserError: `global_batch_size` does not divide over this world size.
+        UserError: `global_batch_size` or `context_parallel` does not divide over this world size.
     """
+    training = TrainingConfig(global_batch_size=global_batch_size, context_parallel=context_parallel(args))
     if global_batch_size is None:
-        per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return Batch(
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
-            global_batch_size=per_rank * world_size,
+            global_batch_size=rows_per_rank(args) * data_ranks(training, world_size),
         )
-    fixed = resolve_batch(TrainingConfig(global_batch_size=global_batch_size), world_size)
+    fixed = resolve_batch(training, world_size)
     per_rank = fixed.per_device * fixed.accumulation
     per_device = max(rows for rows in range(1, args.per_device_train_batch_size + 1) if per_rank % rows == 0)
     return dataclasses.replace(fixed, per_device=per_device, accumulation=per_rank // per_device)
@@ -69,10 +79,10 @@ def resumed_batch(args: trl.SFTConfig, manifest: JsonObject) -> Batch | None:
     had = manifest.get("batch")
     if not isinstance(had, dict) or not all(type(had.get(name)) is int for name in ("global_batch_size", "world_size")):
         return None
-    meant = args.per_device_train_batch_size * args.gradient_accumulation_steps * had["world_size"]
-    if had["world_size"] == distributed.ranks().world_size or meant != had["global_batch_size"]:
+    meant, ranks = rows_per_rank(args) * had["world_size"], distributed.ranks().world_size
+    if had["world_size"] == ranks // context_parallel(args) or meant != had["global_batch_size"]:
         return None
-    return batch(args, meant, distributed.ranks().world_size)
+    return batch(args, meant, ranks)
 
 
 def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:
@@ -188,6 +198,7 @@ def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch,
         save_total_limit=args.save_total_limit,
         eval_steps=_interval(args, "eval"),
         ddp_timeout=timeout(args),
+        context_parallel=context_parallel(args),
         extra=_other_arguments(args),
     )
     sections = {

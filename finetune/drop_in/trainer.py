@@ -17,7 +17,7 @@ import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
-from finetune.config import Batch, Config
+from finetune.config import Batch, Config, TrainingConfig, data_ranks
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, names, refusals, rows, settings
@@ -41,7 +41,8 @@ from finetune.runtime import scripts
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import INTERRUPTED, known_error
 from finetune.runtime.machine import hardware
-from finetune.runtime.ranks import distributed, interrupt, process_group
+from finetune.runtime.ranks import context_group, distributed, interrupt, process_group
+from finetune.runtime.ranks.context_group import ContextGroup, StandIn
 from finetune.runtime.types import JsonObject, Model
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class SFTTrainer(engine.SFTTrainer):
                 peft_config=peft_config,
                 recomputation=settings.recomputation(given, loaded, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False)),
                 reduces_once=shard.reduces_once(self.job.config),
+                context=self.job.context,
             )
         if self.job.layer_kernels.kernels == liger.LIGER:
             liger.install(self.model)
@@ -182,17 +184,20 @@ class SFTTrainer(engine.SFTTrainer):
 
     def _open_job(self, model: Model, data: Data, layers: liger.LayerKernels) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
-        stack = backbone.model_stack(model, STACK)
-        batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
+        stack, context = backbone.model_stack(model, STACK), self._context()
+        batch = settings.batch(self.given, self._global_batch_size, context.size * context.data_ranks)
         config = self._configuration(model, stack, batch)
+        refusals.check_shared_rows(config)
         because = None if self.preparation.data_config.packing else "packing is off"
         because = because or packing.why_not_packed(model, stack)
-        if because is None:
+        if context.size > 1:
+            packing.prepare_for_shared_rows(model, config, stack, context)
+        elif because is None:
             because = packing.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.data_config.pack_length if because is None else None)
         dtype = load_arguments.resolve_dtype(config, stack)
-        kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype)
+        kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype, context)
         return Job(
             config=config,
             batch=batch,
@@ -208,7 +213,20 @@ class SFTTrainer(engine.SFTTrainer):
             attention=kernel,
             model=model,
             size=model_size(model),
+            context=context,
         )
+
+    def _context(self) -> ContextGroup:
+        """The ranks that share each row. For a command, one process stands in for all of them.
+
+        Raises:
+            UserError: `context_parallel` does not divide the number of processes.
+        """
+        size, world = settings.context_parallel(self.given), distributed.ranks().world_size
+        if size > 1 and world == 1 and scripts.running_script() is not None:
+            return StandIn(size=size)
+        data_ranks(TrainingConfig(context_parallel=size), world)
+        return context_group.create(size, settings.timeout(self.given))
 
     def _configuration(self, model: Model, stack: Stack, batch: Batch) -> Config:
         is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
@@ -386,13 +404,14 @@ class SFTTrainer(engine.SFTTrainer):
     def take_launch_batch(self, gpus: int) -> int:
         """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
         then one of its ranks. Returns their number."""
-        world = max(gpus, 1)
+        fewest = self.context.size
+        world = max(gpus, fewest)
         while True:
             try:
                 batch = settings.batch(self.given, self._global_batch_size, world)
                 break
             except UserError:
-                if world == 1:
+                if world == fewest:
                     raise
                 world -= 1
         self._take_batch(batch)
@@ -427,7 +446,7 @@ class SFTTrainer(engine.SFTTrainer):
         Raises:
             UserError: the global batch does not divide over this number of ranks.
         """
-        size = settings.batch(self.given, self._global_batch_size, most).global_batch_size
+        size = self._global_batch_size or settings.rows_per_rank(self.given) * most
         self._take_batch(settings.batch(self.given, size, distributed.ranks().world_size))
         self.set_steps(folder, steps, logging_steps=1)
         constant = dict(max_grad_norm=0.0, warmup_steps=0, lr_scheduler_type="constant")
@@ -493,7 +512,7 @@ class SFTTrainer(engine.SFTTrainer):
         for ours, theirs in TRL_NAMES.items():
             if f"{prefix}_{ours}" in metrics:
                 metrics[f"{prefix}_{theirs}"] = metrics[f"{prefix}_{ours}"]
-        size = self.args.per_device_eval_batch_size * self.args.world_size
+        size = self.args.per_device_eval_batch_size * self.context.data_ranks
         return metrics | speed_metrics(prefix, started, len(layout), math.ceil(len(layout) / size))
 
     def predict(self, *args: object, **kwargs: object) -> NoReturn:

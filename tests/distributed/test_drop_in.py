@@ -47,6 +47,17 @@ def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, t
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_two_ranks_share_rows(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    whole = result(run(1, tiny_model, tiny_data, tmp_path / "whole"))
+    shared = result(run(2, tiny_model, tiny_data, tmp_path / "shared", "--shared_by", "2"))
+    assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert shared["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    ours = json.loads((tmp_path / "shared" / "run.json").read_text())
+    assert (ours["world_size"], ours["config"]["training"]["context_parallel"]) == (2, 2)
+    alone = run(1, tiny_model, tiny_data, tmp_path / "alone", "--finetune", "training.context_parallel=2")
+    assert alone.returncode == 1 and "context_parallel 2 does not divide 1 (processes)" in alone.stdout
+
+
 def test_ranks_with_other_rows_are_refused(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     done = run(2, tiny_model, tiny_data, tmp_path / "out", "--split_without_seed")
     assert done.returncode != 0

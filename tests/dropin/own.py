@@ -17,6 +17,7 @@ parser.add_argument("--out", required=True)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--stop_at", type=int, default=0, help="optimizer step after which rank 0 gets SIGTERM")
 parser.add_argument("--split_without_seed", action="store_true")
+parser.add_argument("--shared_by", type=int, default=1, help="ranks that share each row")
 parser.add_argument("--metrics", action="store_true", help="ask for what is refused")
 options = parser.parse_args()
 
@@ -41,6 +42,7 @@ trainer = SFTTrainer(
         per_device_train_batch_size=1,
         report_to="none",
         bf16=False,
+        context_parallel=options.shared_by,
     ),
     train_dataset=rows,
     eval_dataset=rows.select(range(5)),
