@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from benchmarks.peers.rank import give_trainer_to
+
 WINDOW, SKIPPED = 30, 10  # steps of a window, and how many of them, its first, are not measured
 FIRST, TRACED = 32, 8  # the traced steps follow step FIRST, and are those of one record
 
@@ -24,12 +26,12 @@ def main() -> int:
     """Train with the arguments of `finetune.train`. Returns its exit code."""
     from finetune import train
     from finetune.config import load
-    from finetune.runtime.hooks import Hooks
 
     kind, result, *arguments = sys.argv[1:]
     config = load(arguments, command="train")
     plant = {"cost": Cost, "trace": Trace, "slow": slow, "ballast": ballast, "plain": lambda *a: None}[kind]
-    return train.run(config, hooks=Hooks(trainer=lambda trainer: plant(trainer, Path(result)) and None))
+    give_trainer_to(lambda trainer: plant(trainer, Path(result)))
+    return train.run(config)
 
 
 def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory

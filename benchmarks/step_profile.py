@@ -59,7 +59,6 @@ def profile(cell: cells.Cell, given: argparse.Namespace) -> dict[str, Any]:
 
     from finetune import train
     from finetune.config import load
-    from finetune.runtime.hooks import Hooks
 
     model = models.build(given.work / cell.size, cells.SIZES[cell.size], given.train)
     file = given.work / f"rows-{cell.lengths}.jsonl"
@@ -89,10 +88,8 @@ def profile(cell: cells.Cell, given: argparse.Namespace) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 profiler.stop()
 
-    code = train.run(
-        load(rank.arguments(request, given.work / "out"), command="train"),
-        hooks=Hooks(trainer=lambda trainer: trainer.add_callback(Profile())),
-    )
+    rank.give_trainer_to(lambda trainer: trainer.add_callback(Profile()))
+    code = train.run(load(rank.arguments(request, given.work / "out"), command="train"))
     if code:
         raise SystemExit(code)
     operations = [

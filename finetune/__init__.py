@@ -1,7 +1,6 @@
 """Fine-tuning LLMs with Unsloth and TRL on one GPU or many.
 
-`from finetune import SFTTrainer` is TRL's trainer on this project's engine; `from finetune import script` is for
-scripts whose settings are in a YAML file.
+`from finetune import SFTTrainer` is TRL's trainer on this project's engine.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,4 +22,9 @@ def __getattr__(name: str) -> Any:
         from finetune import drop_in
 
         return getattr(drop_in, name)
+    if name == "script":
+        raise ImportError(
+            "finetune.script no longer exists: build the trainer in the script, with `from finetune import SFTTrainer`"
+            " (docs/drop-in.md)."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,6 @@ from finetune.redact import redact_tree
 from finetune.runtime import files, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import Options, count
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, ScriptTrainer
@@ -73,7 +72,7 @@ def _run(argv: list[str]) -> int:
     return run(config, devices=options.devices, longest=options.longest)
 
 
-def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, longest: bool = False) -> int:
+def run(config: Config, devices: int | None = None, *, longest: bool = False) -> int:
     """Run, measure and report. Returns 0 for go, 1 for no-go.
 
     Args:
@@ -104,7 +103,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None, *, 
         config,
         world,
         collectives,
-        lambda: opening.open_session(config, real, demo=demo, hooks=hooks, stand_in=True),
+        lambda: opening.open_session(config, real, demo=demo, stand_in=True),
         longest=longest,
     )
 
@@ -134,16 +133,13 @@ def run_script(words: list[str], json: Path | None, devices: int | None = None, 
         build = functools.partial(trial.prepare, build=trainer.build_trial)
         return measure(config, world, collectives, lambda: job, build, longest=longest)
 
-    def from_configuration(config: Config, hooks: Hooks) -> int:
-        return run(replace(config, json=json), hooks, devices, longest=longest)
-
     try:
-        return scripts.run(words, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
+        return scripts.run(words, scripts.Answer(trainer=from_trainer))
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
         reason = f"the script ran out of GPU memory before training: {error}"
-        facts = {"out_of_memory": True, "state_fits": False, "config": None, "script": scripts.TRAINER}
+        facts = {"out_of_memory": True, "state_fits": False, "config": None}
         print_line(f"NO-GO: {reason}", style="red")
         if json:
             write_json(json, redact_tree({"go": False, "reason": reason, "launch": None, **facts}))
@@ -205,7 +201,7 @@ def measure(
     except RunError as error:
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
-    outcome.measured.update(collectives=collectives, config=resolved.to_dict(), script=scripts.trains_by())
+    outcome.measured.update(collectives=collectives, config=resolved.to_dict())
     if longest and outcome.go and outcome.measured.get("longest_rows") is None:
         print_line("The longest row is not known: a CPU run has no separate memory limit.")
     print_report(config, outcome, launch_line(world))

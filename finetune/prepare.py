@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from finetune.config import Config, resolve_batch
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import Options
 from finetune.runtime.types import ScriptTrainer, Tokenizer
 
@@ -52,18 +51,14 @@ def _run(argv: list[str]) -> int:
         show(job.data, {"train": job.layout, **layouts}, job.plan(), job.tokenizer, began, options.json)
         return DONE
 
-    def from_configuration(config: Config, hooks: Hooks) -> int:
-        return run(config, options.json, hooks)
-
-    return scripts.run(script, scripts.Answer(trainer=from_trainer, configuration=from_configuration))
+    return scripts.run(script, scripts.Answer(trainer=from_trainer))
 
 
-def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> int:
+def run(config: Config, json: Path | None = None) -> int:
     """Prepare the data and print a summary.
 
     Args:
         json: where the result goes.
-        hooks: functions of the user's script.
 
     Raises:
         UserError: the configuration names no data, or the data is unusable.
@@ -87,8 +82,8 @@ def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> in
         opening.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
-    tokenizer = tokenizer_loading.set_padding(hooks.replace("tokenizer", tokenizer_loading.load_tokenizer(config)))
-    data = prepare(config, tokenizer, hooks)
+    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
+    data = prepare(config, tokenizer)
     pack_length = config.data.row_length if config.data.packing else None
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
     keyed = {"seed": config.training.seed, "fingerprint": data.fingerprint}

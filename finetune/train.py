@@ -14,9 +14,8 @@ from finetune.engine.model import read_ahead
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, opening
 from finetune.measure import strategy
-from finetune.run import final_model, recording, story
+from finetune.run import recording, story
 from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.types import JsonObject
 
@@ -31,23 +30,22 @@ def main(argv: list[str] | None = None) -> int:
     return run_command("train", argv, run)
 
 
-def run(config: Config, parity_dump: Path | None = None, without: Collection[str] = (), hooks: Hooks = NO_HOOKS) -> int:
+def run(config: Config, parity_dump: Path | None = None, without: Collection[str] = ()) -> int:
     """Everything after the configuration has been checked: find the files, load, train, save. Returns the exit code.
 
     Args:
         parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
         without: names of patches to skip, even if their defects are present.
-        hooks: functions of the user's script.
     """
     if config.dry_run:
         from finetune import dryrun
 
-        return dryrun.run(config, hooks)
+        return dryrun.run(config)
     opening.check_present(config)
     read_ahead.start(config)
     strategy.apply(config)
     config, demo = opening.resolve_demo(config)
-    door = ConfigurationRun(demo, parity_dump, without, hooks)
+    door = ConfigurationRun(demo, parity_dump, without)
     outcome = story.run(door, config, RunRecord(Path(config.training.output_dir)))
     return INTERRUPTED if outcome.stopped else DONE
 
@@ -57,10 +55,8 @@ class ConfigurationRun(story.Door):
 
     resume_with = "--training.resume_from_checkpoint true"
 
-    def __init__(
-        self, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
-    ) -> None:
-        self._demo, self._parity_dump, self._without, self._hooks = demo, parity_dump, without, hooks
+    def __init__(self, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str]) -> None:
+        self._demo, self._parity_dump, self._without = demo, parity_dump, without
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
         training, output_dir = config.training, record.path.parent
@@ -71,7 +67,7 @@ class ConfigurationRun(story.Door):
         batch = resume.resumed_batch(config, found.manifest, distributed.ranks().world_size)
         if self._demo is not None:
             print_line(self._demo.introduction())
-        return opening.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
+        return opening.open_and_compare(config, batch, self._demo, record, self._without)
 
     def leave_finished(self, job: Job, start: resume.StartPoint, done: JsonObject) -> None:
         recording.write_result(job.config, done)
@@ -93,8 +89,6 @@ class ConfigurationRun(story.Door):
 
             card.try_write_of_run(record.path.parent, record.content)
         process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
-        if ended and self._hooks.save is not None and distributed.ranks().is_main:
-            final_model.call_save_hook(job, record)
 
 
 if __name__ == "__main__":

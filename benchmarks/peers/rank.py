@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,24 @@ class Clock:
         }
 
 
+def give_trainer_to(watch: Callable[[Any], object]) -> None:
+    """Have each trainer of this process passed to `watch` after it is built."""
+    from finetune.engine.session import building
+
+    build = building.build_trainer
+
+    def build_trainer(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        watch(built.trainer)
+        return built
+
+    building.build_trainer = build_trainer
+
+
 def ours(request: dict[str, Any]) -> dict[str, Any]:
     """The shipped command's function, in this process."""
     from finetune import train
     from finetune.config import load
-    from finetune.runtime.hooks import Hooks
 
     setting, out = request["settings"][0], Path(request["work"]) / "ours"
     clock, trainers = Clock(request["started"]), []
@@ -107,7 +121,8 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         trainers.append(trainer)
         clock.watch(trainer)
 
-    code = train.run(load(arguments(request, out), command="train"), hooks=Hooks(trainer=watch))
+    give_trainer_to(watch)
+    code = train.run(load(arguments(request, out), command="train"))
     if code:
         raise SystemExit(code)
     record = json.loads((out / "run.json").read_text())

@@ -42,7 +42,6 @@ class DryRunResult:
     sharded: list[JsonObject] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
     config: JsonObject | None = None  # the resolved configuration, if it is known
-    script: str | None = None  # what a script trains by, as `scripts.trains_by`
     longest_rows: JsonObject | None = None  # each way to keep activations, measured
     fits_with: tuple[str, ...] = ()  # settings of one with which the longest row fits, of a job that does not fit
 
@@ -54,14 +53,12 @@ class DryRunner:
     arguments: settings as `--section.key value`
     cpu_cores: of a CPU run, whose ranks share the cores; None on GPUs
     script:    and its arguments; empty for a configuration
-    trainer:   whether the script builds its trainer, so that its settings are overrides
     devices:   of the launch whose global batch the script takes
     """
 
     arguments: list[str]
     cpu_cores: int | None = None
     script: list[str] = field(default_factory=list)
-    trainer: bool = False
     devices: int = 1
     _done: dict[tuple[tuple[str, ...], int], DryRunResult] = field(default_factory=dict)
 
@@ -105,14 +102,14 @@ class DryRunner:
 
     def flags(self, arguments: Sequence[str]) -> list[str]:
         """Settings as the user gives them to what is measured."""
-        if not self.trainer:
+        if not self.script:
             return list(arguments)
         pairs = zip(arguments[::2], arguments[1::2], strict=True)
         return [word for flag, value in pairs for word in (FINETUNE, f"{flag.removeprefix('--')}={value}")]
 
     def applicable(self, changes: Sequence[Change]) -> list[Change]:
         """The changes that can be given to what is measured: a script decides the others in code."""
-        if not self.trainer:
+        if not self.script:
             return list(changes)
         found = []
         for one in changes:
@@ -137,7 +134,6 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
         sharded=report.get("sharded", {}).get("rows"),
         master_weights=report.get("master_weights") if go else None,
         config=report.get("config"),
-        script=report.get("script"),
         longest_rows=report.get("longest_rows"),
         fits_with=tuple(report.get("fits_with") or ()),
     )
@@ -366,7 +362,7 @@ def measure_at_world_sizes(
         faster: the settings that `choose_changes` chose.
     """
     chosen, others = split_size(faster)
-    if bench.trainer:  # its own size is the most that a rank holds at once
+    if bench.script:  # its own size is the most that a rank holds at once
         chosen = chosen or base.per_device
     found: dict[int, Measurement | str] = {}
     for world in world_sizes:

@@ -125,20 +125,15 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
         return FAILED
     config = Config.from_dict(base.config)
     check_devices(config, machine)
-    bench.devices, bench.trainer = 1, base.script == scripts.TRAINER
     # As for a configuration, all numbers of GPUs are compared at the global batch of a launch on all that are here.
-    launched, training = strategy.largest_world(config, here), config.training
-    if bench.trainer:
-        bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
-        training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
-    else:
-        bench.arguments = fixed_batch_arguments(training, launched, config.data)
-        training = with_fixed_batch(training, launched, config.data)
+    bench.devices, training = 1, config.training
+    bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
+    training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
     config = replace(config, training=training)
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
     advice, plan = advise_configuration(config, options, machine, bench, base, given)
-    write(None if bench.trainer else config, options, machine, advice, plan)
+    write(None, options, machine, advice, plan)
     return DONE
 
 
@@ -150,12 +145,7 @@ def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
         trainer.take_launch_batch(gpus)
         return advise_by_rules(trainer.job.config, options, gpus)
 
-    return scripts.run(
-        script,
-        scripts.Answer(
-            trainer=from_trainer, configuration=lambda config, hooks: advise_by_rules(config, options, gpus)
-        ),
-    )
+    return scripts.run(script, scripts.Answer(trainer=from_trainer))
 
 
 def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
@@ -220,7 +210,7 @@ def advise_configuration(
             *notes,
             *report.active_parameters(one),
             *([] if config.training.strategy == "shard" else [report.gradients(one)]),
-            report.learning_rate(config, one.global_batch_size, of_script=bench.trainer),
+            report.learning_rate(config, one.global_batch_size, of_script=bool(bench.script)),
         ],
         "start_up_of_ranks_seconds": between.connecting,
         "measured_on": prediction.measured_on(config),
@@ -290,7 +280,7 @@ def does_not_fit(
             text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still exhaust it. "
         text += "Run advise again with these settings for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
-    if machine.device == "cuda" and bench.trainer:
+    if machine.device == "cuda" and bench.script:
         text += " A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
     elif machine.device == "cuda":
         sharded, settings = sharding_advice(config, machine)

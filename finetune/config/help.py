@@ -41,16 +41,11 @@ EXIT_CODES = "Exit code 0: done, 1: failed, or dry run NO-GO, 2: bad input, 130:
 HELP = "  -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging\n"
 
 
-def help_text(script: str | None = None) -> str:
-    """The help of `finetune train`, or of a training script: options, common settings, then every other key.
-
-    Args:
-        script: file name of the training script.
-    """
-    target = script or "-m finetune.train"
+def help_text() -> str:
+    """The help of `finetune train`: options, common settings, then every other key."""
     lines = [
-        f"usage: accelerate launch {target} [--config FILE.yaml] [--section.key VALUE ...] ...",
-        f"       python {target} ...   on one device, or as set by training.strategy",
+        "usage: accelerate launch -m finetune.train [--config FILE.yaml] [--section.key VALUE ...] ...",
+        "       python -m finetune.train ...   on one device, or as set by training.strategy",
         "",
         "Fine-tune a language model on one GPU or many. Without a model, the embedded demo runs.",
         "",

@@ -117,7 +117,7 @@ class _Problems:
         self.names.update(name for name in names if name)
 
 
-def load(argv: list[str], *, command: str = "train", script: str | None = None) -> Config:
+def load(argv: list[str], *, command: str = "train") -> Config:
     """The configuration of one invocation: command line over YAML over defaults.
 
     Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH]`.
@@ -126,7 +126,6 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
 
     Args:
         command: the command that is run; only `train` accepts --dry-run.
-        script: file whose function returns the rows if the configuration names none.
 
     Raises:
         ConfigError: with every unknown key, wrong type, value out of range and contradiction in `problems`.
@@ -162,7 +161,6 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
         config_file=config_file,
         dry_run="dry_run" in plain,
         json=Path(plain["json"]) if plain.get("json") else None,
-        script=script,
         given=frozenset(origin),
         notes=tuple(dict.fromkeys(notes)),
     )

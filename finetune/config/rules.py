@@ -392,7 +392,7 @@ def training_data(config: Config, given: frozenset[str]) -> Contradictions:
                 "no model is named, and the embedded demo brings its own model and data. Set"
                 " model.model_name_or_path, or remove these settings.",
             )
-    elif not named and config.script is None:
+    elif not named:
         yield (
             ("model.model_name_or_path", *sources),
             "there is no training data for the model. Set data.train_file, data.dataset_name or data.train.",
@@ -442,7 +442,7 @@ def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:
     named = tuple(name for name in sources if not _is_default(config, name))
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} choose the held-out rows. Keep one."
-    if config.training.eval_steps > 0 and not (config.demo or config.rows_from_script or named):
+    if config.training.eval_steps > 0 and not (config.demo or named):
         yield (
             ("training.eval_steps", *sources),
             "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction.",
@@ -615,7 +615,7 @@ def user_code(config: Config, given: frozenset[str]) -> Contradictions:
             "the metric scores answers, and generate_samples is 0. Set logging.generate_samples.",
         )
     sources = ("data.eval_file", "data.eval", "data.eval_fraction")
-    held_out = config.demo or config.rows_from_script or not all(_is_default(config, name) for name in sources)
+    held_out = config.demo or not all(_is_default(config, name) for name in sources)
     if logging.metric and not held_out:
         yield (
             ("logging.metric", *sources),

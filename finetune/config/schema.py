@@ -379,7 +379,6 @@ class Config:
     config_file: str | None = None
     dry_run: bool = False
     json: Path | None = None
-    script: str | None = None  # its function returns the rows if the configuration names no training data
     # Dotted names that the user wrote; the others are defaults.
     given: frozenset[str] = field(default=frozenset(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)  # on former names that were taken
@@ -388,12 +387,6 @@ class Config:
     def demo(self) -> bool:
         """Whether the embedded demo runs: no model was named."""
         return self.model.model_name_or_path is None
-
-    @property
-    def rows_from_script(self) -> bool:
-        """Whether the training script's function returns the training rows."""
-        named = (self.data.train_file, self.data.dataset_name, self.data.train)
-        return self.script is not None and all(source is None for source in named)
 
     def to_dict(self) -> Values:
         """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script`, `given` and

@@ -11,10 +11,8 @@ from typing import Any
 from finetune.config import Config
 from finetune.config.data_sources import DataSource, evaluation_sources, training_sources
 from finetune.data import sources
-from finetune.errors import UserError
 from finetune.redact import redact
-from finetune.runtime.hooks import Hooks
-from finetune.runtime.types import JsonObject, Tokenizer
+from finetune.runtime.types import JsonObject
 
 Item = tuple[JsonObject, str]  # a row and its position in the source
 
@@ -48,12 +46,9 @@ class Source:
     as_trl: bool = False
 
 
-def configured_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> dict[str, list[Source]]:
-    """The sources that `config` names; rows of a script's function come from a call of it."""
-    if config.rows_from_script:
-        splits = _script_sources(config, tokenizer, hooks)
-    else:
-        splits = {"train": _sources(config, training_sources(config.data))}
+def configured_sources(config: Config) -> dict[str, list[Source]]:
+    """The sources that `config` names."""
+    splits = {"train": _sources(config, training_sources(config.data))}
     held_out = _sources(config, evaluation_sources(config.data))
     return splits | ({"eval": held_out} if held_out else {})
 
@@ -94,48 +89,3 @@ def _name(origin: DataSource) -> str:
         return ":".join(filter(None, (origin.name, origin.config, origin.split)))
     first, *others = origin.files
     return redact(first) + (f" and {len(others)} more" if others else "")
-
-
-def _script_sources(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> dict[str, list[Source]]:
-    """The rows that the script's function returns: one call of it opens both splits."""
-    returned = functools.cache(lambda: _call_script(config, tokenizer, hooks))
-    identity = ["script", hooks.identity()]
-
-    def source(index: int) -> list[Source]:
-        return [
-            Source(
-                name=str(config.script),
-                open=lambda: returned()[index],
-                identity=identity,
-                format=config.data.format,
-                columns=config.data.columns,
-                text_field=config.data.dataset_text_field,
-            )
-        ]
-
-    # Held-out rows of the configuration take the place of those that the function may return.
-    chosen = evaluation_sources(config.data) or config.data.eval_fraction
-    return {"train": source(0)} | ({} if chosen else {"eval": source(1)})
-
-
-def _call_script(config: Config, tokenizer: Tokenizer, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
-    """The training and evaluation rows that the script's function returns, possibly as generators."""
-    returned = hooks.call("dataset", tokenizer)
-    name = getattr(hooks.dataset, "__name__", "dataset")
-
-    def read(rows: object) -> Iterator[Item]:
-        with hooks.user_errors("dataset"):
-            yield from sources.iter_returned(rows, name)
-
-    if not isinstance(returned, tuple):
-        return read(returned), None
-    if len(returned) != 2:
-        raise UserError(
-            f"{name}() returned {len(returned)} values. Return the rows, or a pair (training rows, evaluation rows)."
-        )
-    if returned[1] is not None and config.data.eval_fraction:
-        raise UserError(
-            f"{config.script} returns evaluation rows and data.eval_fraction is {config.data.eval_fraction}: only one "
-            "may choose them. Set data.eval_fraction to 0, or return only the training rows."
-        )
-    return read(returned[0]), None if returned[1] is None else read(returned[1])

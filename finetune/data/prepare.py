@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -21,7 +21,7 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.config.schema import DEFAULTS
-from finetune.data import formats, store, tokenizer_state
+from finetune.data import formats, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
 from finetune.data.mixture import Item, Source, configured_sources
@@ -32,7 +32,6 @@ from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError
 from finetune.data.templates.markers import Markers, derive_markers
 from finetune.errors import UserError, cut, listed
 from finetune.runtime import bootstrap
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, interrupt
 from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
@@ -66,42 +65,22 @@ class Data:
         return self.splits.get("eval")
 
 
-def prepare(config: Config, tokenizer: Tokenizer, hooks: Hooks = NO_HOOKS) -> Data:
+def prepare(config: Config, tokenizer: Tokenizer) -> Data:
     """Tokenize and mask the data of `config`, or map what an earlier run or another rank prepared.
-
-    Args:
-        hooks: `hooks.dataset` returns the rows if `config` names no data.
 
     Raises:
         UserError: files, format, template or cache are unusable, or no row has a supervised token.
-        RunError: the script's function failed.
     """
-    splits = configured_sources(config, tokenizer, hooks)
-    found = prepare_splits(config, tokenizer, splits, inputs=hooks.inputs if config.rows_from_script else None)
-    if config.rows_from_script and config.training.eval_steps and found.eval is None:
-        raise UserError(
-            f"training.eval_steps is {config.training.eval_steps}, but {config.script} returns no evaluation rows. "
-            "Return a pair (training rows, evaluation rows), or set data.eval_file or data.eval_fraction."
-        )
-    return found
+    return prepare_splits(config, tokenizer, configured_sources(config))
 
 
-def prepare_splits(
-    config: Config,
-    tokenizer: Tokenizer,
-    splits: Mapping[str, Sequence[Source]],
-    *,
-    inputs: Callable[[], str] | None = None,
-) -> Data:
+def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Source]]) -> Data:
     """Tokenize and mask the rows of several splits, or map what an earlier run or another rank prepared.
 
     Uses no process group: the ranks of a machine synchronize through a file lock.
 
     Args:
         splits: the sources of each split, in order. `data.eval_fraction` moves rows from "train" to "eval".
-        inputs: for rows that may differ although their identity is the same, such as those of a user's function: the
-            digest of the files that it may read. The cache entry is used only if it was built from the same inputs, and
-            the fingerprint is of the tokens and labels themselves.
 
     Raises:
         UserError: files, format, template or cache are unusable, or no row of a split has a supervised token.
@@ -133,25 +112,15 @@ def prepare_splits(
 
     def build(folder: Path) -> JsonObject:
         built.append(folder)
-        before, untouched = inputs() if inputs else None, tokenizer_state.state(tokenizer)
-        about = _build(folder, config, readers, splits)
-        about["tokenizer"] = tokenizer_state.changes(untouched, tokenizer)
-        return about | ({"inputs": [before, inputs()]} if inputs else {})
-
-    def is_current(about: JsonObject) -> bool:
-        # The files as they were before the function ran, or as it left them: it may write files and then read them.
-        return inputs is None or inputs() in about["inputs"]
+        return _build(folder, config, readers, splits)
 
     # One rank per machine verifies the checksums; the others check only file sizes.
-    folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
-    tokenizer_state.restore(tokenizer, about.get("tokenizer", {}))
-    # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-    content = store.fingerprint({"rows": store.content_digest(folder)}) if inputs else None
+    folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main)
     return Data(
         splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
         format=about["format"] + readers.derived_markers,
-        fingerprint=content or _identity(config, splits, readers),
+        fingerprint=_identity(config, splits, readers),
         folder=folder,
         cached=not built,
     )

@@ -143,21 +143,6 @@ def iter_hub(
         yield row, f"{name}:{split}:row {number}"
 
 
-def iter_returned(rows: object, name: str) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) from what the user's function `name` returned: a `datasets.Dataset` or any iterable of rows.
-    Raises UserError if it returned anything else."""
-    if isinstance(rows, Mapping):
-        raise UserError(f"{name}() returned several sets of rows ({', '.join(map(str, rows))}). Return one of them.")
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise UserError(f"{name}() returned a {type(rows).__name__}. Return a datasets.Dataset or a list of rows.")
-    if hasattr(rows, "with_format"):  # a `datasets` object: read plain values even after set_format("torch")
-        features = getattr(rows, "features", None)
-        rows = dataset_rows(rows.with_format(None), features)  # pyright: ignore[reportAttributeAccessIssue]
-    for number, row in enumerate(rows, 1):
-        where = f"{name}():row {number}"
-        yield _as_row(row, where), where
-
-
 # --- which files ----------------------------------------------------------------------------------------------------
 
 

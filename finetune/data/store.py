@@ -143,14 +143,7 @@ def digest(value: JsonObject) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def entry(
-    cache: Path,
-    key: str,
-    build: Callable[[Path], dict],
-    *,
-    verify: bool,
-    is_current: Callable[[dict], bool] = lambda about: True,
-) -> tuple[Path, dict]:
+def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool) -> tuple[Path, dict]:
     """The folder of `key`, built if it is missing, and the value that `build` returned when it was built.
 
     `build(folder)` fills a temporary folder, which is renamed when it is complete, so a process that dies leaves no
@@ -158,7 +151,6 @@ def entry(
 
     Args:
         verify: read every file and compare checksums instead of only sizes.
-        is_current: called with what `build` returned; if False, a complete entry is built again.
 
     Raises:
         UserError: the cache folder is not writable.
@@ -168,7 +160,7 @@ def entry(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            if _damage(folder, verify=verify) is not None or not is_current(_about(folder)):
+            if _damage(folder, verify=verify) is not None:
                 with disk_errors(cache, "the data cache"), staging(folder) as partial:
                     about = build(partial)
                     write_json(
@@ -192,11 +184,6 @@ def entry(
 
 def _about(folder: Path) -> dict:
     return json.loads((folder / _INFO).read_text())["about"]
-
-
-def content_digest(folder: Path) -> str:
-    """Digest of the rows in an entry, from the checksums recorded when it was written."""
-    return digest(json.loads((folder / _INFO).read_text())["files"])
 
 
 def is_complete(folder: Path, name: str) -> bool:

@@ -18,7 +18,6 @@ from finetune.engine import job
 from finetune.engine.model.tokenizer_loading import set_padding
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.hooks import NO_HOOKS
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
@@ -110,7 +109,7 @@ def load_sharded(
     if found := list(rules.sharding(config, frozenset())):
         raise Refused(" ".join(text for _, text in found))
     plain = dataclasses.replace(stack, backend="transformers", reason="the model is sharded")
-    return job.load_model(config, plain, args.max_length or 0, None, NO_HOOKS)
+    return job.load_model(config, plain, args.max_length or 0)
 
 
 def engine_lora_config(peft_config: PeftConfig | None, model: str) -> LoraConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
 from finetune.runtime import bootstrap, startup
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.ranks import activity, context_group, distributed, process_group
@@ -49,7 +47,6 @@ class Job:
     master_weights: master_weights.WeightPrecision
     model: Model
     size: ModelSize
-    hooks: Hooks = NO_HOOKS
     context: ContextGroup = ALONE  # the ranks that share each row
     # (key, package.module:name, what it stands for) of the code that the configuration names
     user_code: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -72,7 +69,6 @@ def open_job(
     batch: Batch,
     stack: Stack,
     on_failure: Callable[..., None] | None = None,
-    hooks: Hooks = NO_HOOKS,
     before_loading: Callable[[str], str] = lambda weights: weights,
     *,
     stand_in: bool = False,
@@ -83,7 +79,6 @@ def open_job(
         on_failure: called with a message if another rank fails, just before this process exits.
         before_loading: called on every rank once the ranks can communicate, before the model is loaded, with how the
             trained weights would be kept; returns how they are kept.
-        hooks: functions of the user's script for the tokenizer, the data, the model and, later, the trainer.
         stand_in: this process stands in for one of the ranks that share each row, to be measured.
 
     Raises:
@@ -97,15 +92,12 @@ def open_job(
     start_up.ended("libraries")
     load_checks.check(config, stack)
     load_checks.check_on_meta_model(config, stack)
-    tokenizer = tokenizer_loading.load_tokenizer(config)
-    with bootstrap.quiet_ranks():
-        tokenizer = tokenizer_loading.set_padding(hooks.replace("tokenizer", tokenizer))
+    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
     with activity.during("preparing data"):
-        prepared = prepare(config, tokenizer, hooks)
+        prepared = prepare(config, tokenizer)
     tokenizer = tokenizer_loading.set_chat_template(
         config, tokenizer
     )  # the rows are rendered; from here on it is what is saved
-    check_backend(stack)
     start_up.ended("data")
     cpu = stack.device == "cpu"
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
@@ -126,7 +118,7 @@ def open_job(
     splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
-        loaded = load_model(config, stack, row_length, tokenizer, hooks)
+        loaded = load_model(config, stack, row_length)
     for split, ledger in prepared.ledgers.items():
         tokenizer_loading.check_vocabulary(loaded, tokenizer, ledger, split)
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
@@ -159,7 +151,6 @@ def open_job(
         master_weights=weights,
         model=loaded,
         size=model_size(loaded),
-        hooks=hooks,
         context=context,
     )
 
@@ -199,8 +190,8 @@ def choose_attention(
     return attention.AttentionKernel(kernel=own, reason=reason, masks=context.size == 1)
 
 
-def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokenizer | None, hooks: Hooks) -> Model:
-    """The model after the user's function, sharded if the configuration asks for it.
+def load_model(config: Config, stack: Stack, row_length: int) -> Model:
+    """The model, sharded if the configuration asks for it.
 
     Raises:
         UserError: it cannot be sharded, or is not found.
@@ -211,18 +202,14 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokeniz
     from finetune.engine.sharding import quantized_storage, shard, unit_loading
 
     def load(without_weights: bool) -> Model:
-        loaded = loading.load(config, stack, row_length=row_length, without_weights=without_weights)
-        with bootstrap.quiet_ranks():
-            loaded = hooks.replace("model", loaded, tokenizer)
-        check_backend(stack)
-        return loaded
+        return loading.load(config, stack, row_length=row_length, without_weights=without_weights)
 
     if not shard.is_requested(config):
         return load(without_weights=False)
-    shard.check(stack.device, dtype := load_arguments.resolve_dtype(config, stack), hooks)
+    shard.check(stack.device, dtype := load_arguments.resolve_dtype(config, stack))
     shard.separate_compile_caches()
     mesh, device = shard.mesh(stack.device), stack.torch_device
-    stored = unit_loading.loadable_files(config, hooks)
+    stored = unit_loading.loadable_files(config)
     everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache
     if stored is not None and everywhere:
         loaded = load(without_weights=True)
@@ -239,20 +226,6 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Tokeniz
     quantized_storage.restore_quant_states(loaded)
     shard.base_model(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
     return loaded
-
-
-def check_backend(stack: Stack) -> None:
-    """Check that the user's script has not imported Unsloth while the backend is transformers.
-
-    Raises:
-        UserError: it has, and Unsloth has patched transformers classes that are in use.
-    """
-    if stack.backend == "transformers" and "unsloth" in sys.modules:
-        raise UserError(
-            f"The backend is transformers ({stack.reason}) and a function of the script imports unsloth, which "
-            "patches transformers. Set model.backend to unsloth, or remove that import: model.chat_template takes the "
-            "name of a chat template or a Jinja file."
-        )
 
 
 def check_ranks_agree(data: Data) -> None:

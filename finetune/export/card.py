@@ -207,7 +207,6 @@ def _command(record: JsonObject) -> str:
     size = record.get("world_size")
     on_cpu = (record.get("hardware") or {}).get("device") == "cpu"
     words = launch_lines.user_command(size if isinstance(size, int) else 1, on_cpu=on_cpu)
-    script, file = record.get("script"), record.get("config", {}).get("config_file")
-    words += [shortened(str(script))] if script else ["-m", "finetune.train"]
-    words += ["--config", PurePath(str(file)).name] if file and not script else []
+    file = record.get("config", {}).get("config_file")
+    words += ["-m", "finetune.train", *(["--config", PurePath(str(file)).name] if file else [])]
     return " ".join(words)

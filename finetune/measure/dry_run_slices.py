@@ -25,7 +25,6 @@ from finetune.measure import (
 from finetune.measure.activations import Measured, Rows
 from finetune.measure.measurements import Measurement
 from finetune.redact import redact_tree
-from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import probe
@@ -78,7 +77,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
                 )
     count, refused = next(((n, one) for n, one in zip(cut, reports, strict=True) if not one["go"]), (0, None))
     line = dry_run_report.launch_line(world)
-    about = {"config": config.to_dict(), "script": scripts.trains_by()}
+    about = {"config": config.to_dict()}
     if refused is not None:
         reason = f"{counted(count, 'layer')} of {layers} already fail: {refused['reason']}"
         print_line(f"NO-GO: {reason}", style="red")

@@ -220,7 +220,6 @@ def facts(job: Job) -> JsonObject:
         "backend": job.stack.backend,
         "patches": sorted(verdict.name for verdict in job.stack.patches if verdict.applied),
         "device": job.hardware.name,
-        "script": job.hooks.identity() if job.hooks.script else None,
         "CPU threads per process": torch.get_num_threads() if job.stack.device == "cpu" else None,
         "versions": bootstrap.versions(),
     }

@@ -184,11 +184,9 @@ def script_cases(world_sizes: list[int], strategies: list[str]) -> list[Case]:
     """The same for a script, whose ranks find out what it cannot be run with.
 
     Raises:
-        UserError: there are fewer than two, or a strategy is unknown or not for scripts.
+        UserError: there are fewer than two, or a strategy is unknown.
     """
-    if any("cp" in name for name in strategies):
-        raise UserError("--strategies: GPUs cannot share the rows of a script's trainer. Use ddp, shard, or both.")
-    return _cases(world_sizes, strategies or ["ddp"], "transformers" if "shard" in strategies else "")
+    return _cases(world_sizes, strategies or ["ddp"], "transformers" if set(strategies) - {"ddp"} else "")
 
 
 def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Saves the final model, and calls the script's own `save`."""
+"""Saves the final model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.engine.checkpoint import output_folder
-from finetune.engine.record import RunRecord
-from finetune.errors import describe
 from finetune.runtime.files import checksums
 from finetune.runtime.ranks import distributed
 
 if TYPE_CHECKING:
-    from finetune.engine.job import Job
     from finetune.engine.training.trainer import SFTTrainer
 
 
@@ -34,16 +31,3 @@ def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:
                 sums = dict(zip((path.name for path in written), checksums(written), strict=True))
     distributed.barrier()
     return sums
-
-
-def call_save_hook(job: Job, record: RunRecord) -> None:
-    """Call the `save` function of the user's script. The other ranks have exited, so none waits in a collective.
-
-    Raises:
-        RunError: the function failed. The final model is saved already.
-    """
-    try:
-        job.hooks.call("save", job.model, job.tokenizer)
-    except BaseException as error:
-        record.fail(describe(error))
-        raise

@@ -75,7 +75,6 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             launch=launcher.launch_id(),
             hosts=hosts,
             config=job.config.to_dict(),
-            script=str(job.hooks.script) if job.hooks.script else None,
             versions=bootstrap.versions(),
             world_size=distributed.ranks().world_size,
             batch=vars(job.batch),

@@ -27,7 +27,7 @@ common to all commands:
 `finetune train --help` lists all keys.
 """
 _SCRIPT = """
-SCRIPT.py trains with finetune.SFTTrainer or finetune.script. It runs up to its training, and nothing after.
+SCRIPT.py trains with finetune.SFTTrainer. It runs up to its training, and nothing after.
 Options of this command may follow it; what follows a `--` is the script's alone.
 """
 _CUTOFF = 0.75  # any lower and `--model_name`, a setting without its section, would be taken for `--model`

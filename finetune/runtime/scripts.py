@@ -1,7 +1,7 @@
 """Commands that are given a training script instead of a configuration: they run it up to its training, and answer.
 
-A script trains by `SFTTrainer.train()` or `script.run()`. Both call this module first: while a command runs the script,
-its answer takes the place of the training, and nothing after it runs.
+A script trains by `SFTTrainer.train()`, which calls `answer_trainer` first: while a command runs the script, its answer
+takes the place of the training, and nothing after it runs.
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from finetune.config.load import FINETUNE
 from finetune.errors import UserError
 from finetune.runtime import files
 
-if TYPE_CHECKING:
-    from finetune.config import Config
-    from finetune.runtime.hooks import Hooks
-
-TRAINER, CONFIGURATION = "SFTTrainer", "script.run"  # what a script trains by
-_TRAINS = {"SFTTrainer", "script", "*"}  # what a script imports from finetune to train
+_TRAINS = {"SFTTrainer", "*"}  # what a script imports from finetune to train
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command does instead of the training; both return its exit code.
+    """What a command does instead of the training.
 
-    trainer:       takes the `finetune.SFTTrainer` whose `train()` was called
-    configuration: takes what `script.run` was called with
-    without:       patches that the trainer's backend skips
-    overrides:     settings of the trainer, as --finetune gives them
+    trainer:   takes the `finetune.SFTTrainer` whose `train()` was called, and returns the command's exit code
+    without:   patches that the trainer's backend skips
+    overrides: settings of the trainer, as --finetune gives them
     """
 
     trainer: Callable[[Any], int]
-    configuration: Callable[[Config, Hooks], int]
     without: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
@@ -52,7 +45,6 @@ class ScriptEnd(SystemExit):
 class _Running:
     words: list[str]  # the script and its arguments
     answer: Answer
-    by_trainer: bool = True
     answers: bool = False  # the answer may train
     code: int | None = None  # of the answer, once there is one
 
@@ -86,7 +78,7 @@ def run(words: Sequence[str], answer: Answer) -> int:
         sys.argv, sys.path[:] = kept
     if mine.code is None:
         raise UserError(
-            f"{words[0]} ended without calling SFTTrainer.train() or script.run(), so there is nothing to look at. "
+            f"{words[0]} ended without calling SFTTrainer.train(), so there is nothing to look at. "
             "Call it when the script runs as the main program, with the same arguments as for training."
         )
     return mine.code
@@ -99,20 +91,12 @@ def answer_trainer(trainer: Any) -> None:
     Raises:
         ScriptEnd: with the exit code of the answer.
     """
-    if _running is not None and not (_running.answers and _running.code is None):
-        _end(_running, lambda answer: answer.trainer(trainer), by_trainer=True)
-
-
-def answer_configuration(config: Config, hooks: Hooks) -> None:
-    """The same for `script.run`."""
-    if _running is not None:
-        _end(_running, lambda answer: answer.configuration(config, hooks), by_trainer=False)
-
-
-def _end(running: _Running, answer: Callable[[Answer], int], *, by_trainer: bool) -> NoReturn:
+    running = _running
+    if running is None or (running.answers and running.code is None):
+        return
     if running.code is None:  # else the script has caught the end
-        running.by_trainer, running.answers = by_trainer, True
-        running.code = answer(running.answer)
+        running.answers = True
+        running.code = running.answer.trainer(trainer)
     raise ScriptEnd(running.code)
 
 
@@ -141,14 +125,9 @@ def remove_new_folder(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
-def trains_by() -> str | None:
-    """What the script that runs trains by: TRAINER or CONFIGURATION; None if none runs."""
-    return None if _running is None else TRAINER if _running.by_trainer else CONFIGURATION
-
-
 def setting_arguments(key: str, value: object) -> list[str]:
-    """A setting as an argument of what runs: of a script that builds its trainer, or of a configuration."""
-    if trains_by() == TRAINER:
+    """A setting as an argument of what runs: a script, or a configuration."""
+    if _running is not None:
         return [FINETUNE, f"{key}={value}"]
     return [f"--{key}", str(value)]
 
@@ -175,8 +154,8 @@ def check(script: str) -> None:
         raise UserError(f"{script}{line} is not valid Python: {getattr(error, 'msg', error)}. Correct it.") from None
     if not any(_trains(node) for node in ast.walk(source)):
         raise UserError(
-            f"{script} does not train with finetune: it imports neither finetune.SFTTrainer nor finetune.script, and "
-            "would train for real. Change `from trl import SFTTrainer` to `from finetune import SFTTrainer`, or "
+            f"{script} does not train with finetune: it does not import finetune.SFTTrainer, and would train "
+            "for real. Change `from trl import SFTTrainer` to `from finetune import SFTTrainer`, or "
             "convert a notebook with `finetune convert`."
         )
 
@@ -186,9 +165,7 @@ def _trains(node: ast.AST) -> bool:
         return any(alias.name.split(".")[0] == "finetune" for alias in node.names)
     if isinstance(node, ast.ImportFrom) and not node.level:
         names = {alias.name for alias in node.names}
-        return node.module in ("finetune", "finetune.drop_in", "finetune.script") and (
-            node.module != "finetune" or bool(names & _TRAINS)
-        )
+        return node.module == "finetune.drop_in" or node.module == "finetune" and bool(names & _TRAINS)
     return False
 
 

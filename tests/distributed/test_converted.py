@@ -1,4 +1,4 @@
-"""Converted notebooks and scripts of one's own, launched as users do: on one process and on two gloo ranks."""
+"""Converted notebooks, launched as users do: on one process and on two gloo ranks."""
 
 # ruff: noqa: E501  (cells stand as they do in notebooks)
 
@@ -9,10 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from finetune.convert.command import convert
-from tests.helpers import ROOT, launch, tiny
+from tests.helpers import ROOT, launch
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 QUICK = "qlora_alpaca"  # of these `make test` converts and runs one on two ranks
@@ -101,127 +100,6 @@ def test_a_converted_script_on_two_ranks_trains_as_on_one(notebook: Path, tiny_m
     assert [run["world_size"] for run in runs] == [1, 2]
     assert one["batch"]["global_batch_size"] == two["batch"]["global_batch_size"]
     assert len(one["losses"]) == 4 and worst(one["losses"], two["losses"]) < 1e-5
-
-
-SCRIPT = '''
-"""Every function that a script may have. Each notes that it ran, and on which rank."""
-import os
-from pathlib import Path
-
-from finetune import script
-
-NOTES = Path(__file__).parent / "notes"
-
-
-def note(what):
-    with NOTES.open("a") as file:
-        file.write(f"{what} {os.environ.get('RANK', '0')}\\n")
-
-
-def change_tokenizer(tokenizer):
-    note("tokenizer")
-    tokenizer.chat_template = tokenizer.chat_template.replace("'<|im_start|>'", "'<|im_start|>the '")
-
-
-def build_dataset(tokenizer):
-    import datasets
-
-    note("dataset")
-    rows = datasets.load_dataset("json", data_files=os.environ["ROWS"], split="train")
-
-    def render(batch):
-        return {"text": [tokenizer.apply_chat_template(one, tokenize=False) for one in batch["messages"]]}
-
-    halves = rows.map(render, batched=True).train_test_split(0.2, seed=1)
-    return halves["train"], halves["test"]
-
-
-def change_model(model, tokenizer):
-    note("model")
-    model.config.motto = tokenizer.eos_token
-    if os.environ.get("RANK", "none") == os.environ.get("FAILS"):
-        raise KeyError("this rank alone")
-
-
-def change_trainer(trainer):
-    note("trainer")
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            note(f"step-{state.global_step}")
-
-    trainer.add_callback(Watch())
-
-
-def save(model, tokenizer):
-    import time
-
-    import psutil
-
-    others = [one for one in psutil.Process().parent().children() if one.pid != os.getpid()]
-    while "RANK" in os.environ and any(one.is_running() and one.status() != "zombie" for one in others):
-        time.sleep(0.05)  # the test ends in its time limit where the other rank waits for this one
-    note("save")
-    model.save_pretrained(NOTES.parent / f"exported-{model.config.motto}")
-
-
-if __name__ == "__main__":
-    hooks = {"tokenizer": change_tokenizer, "dataset": build_dataset, "model": change_model}
-    raise SystemExit(script.run(__file__, **hooks, trainer=change_trainer, save=save))
-'''
-SETTINGS = """
-data:
-  format: text
-  instruction_part: "<|im_start|>the user\\n"
-  response_part: "<|im_start|>the assistant\\n"
-training: {max_steps: 3, global_batch_size: 4, eval_steps: 2}
-logging: {generate_samples: 0}
-"""
-
-
-def run_script(how: str, model: Path, rows: Path, folder: Path, code: int = 0, **extra: str) -> tuple[str, list[str]]:
-    """The output and the notes of SCRIPT, sorted."""
-    folder.mkdir()
-    (folder / "mine.py").write_text(SCRIPT)
-    (folder / "mine.yaml").write_text(SETTINGS)
-    arguments = ["--model.model_name_or_path", str(model), "--training.output_dir", str(folder / "out")]
-    environment = {"ROWS": str(rows), "HF_DATASETS_CACHE": str(folder / "datasets"), **extra}
-    done = launch.run(how, arguments, cache=folder, script=folder / "mine.py", **environment)
-    assert (done.returncode != 0) == (code != 0), done.stdout[-8000:]
-    return done.stdout, sorted((folder / "notes").read_text().splitlines())
-
-
-@pytest.mark.process
-def test_every_function_of_a_script_runs_in_its_place(tiny_model: Path, tmp_path: Path) -> None:
-    rows = tiny.make_rows(tmp_path / "rows.jsonl", 40)
-    _, one = run_script("1 rank", tiny_model, rows, tmp_path / "one")
-    assert one == sorted(["tokenizer 0", "dataset 0", "model 0", "trainer 0", "step-3 0", "save 0"])
-    _, two = run_script("2 ranks", tiny_model, rows, tmp_path / "two")
-    (made_by,) = [note for note in two if note.startswith("dataset ")]
-    on_each = [f"{what} {rank}" for what in ("tokenizer", "model", "trainer", "step-3") for rank in (0, 1)]
-    assert two == sorted([*on_each, made_by, "save 0"])
-    runs = [launch.read(tmp_path / name / "out") for name in ("one", "two")]
-    assert worst(runs[0]["losses"], runs[1]["losses"]) < 1e-5
-    assert abs(runs[0]["eval_loss_after"] / runs[1]["eval_loss_after"] - 1) < 1e-6
-    assert runs[0]["data_fingerprint"] == runs[1]["data_fingerprint"]
-    assert runs[1]["ledger"]["train"]["rows_read"] == 32 and runs[1]["ledger"]["eval"]["rows_read"] == 8
-    entry = json.loads(next((tmp_path / "two" / "data").glob("*/entry.json")).read_text())["about"]
-    assert 0 < entry["ledgers"]["train"]["supervised_tokens"] < entry["ledgers"]["train"]["tokens"]
-    exported = load_file(tmp_path / "two" / "exported-<|im_end|>" / "adapter_model.safetensors")
-    saved = load_file(tmp_path / "two" / "out" / "adapter_model.safetensors")
-    assert exported.keys() == saved.keys() and all((exported[name] == saved[name]).all() for name in saved)
-
-
-@pytest.mark.process
-def test_a_function_that_fails_on_one_rank_ends_all(tiny_model: Path, tmp_path: Path) -> None:
-    rows = tiny.make_rows(tmp_path / "rows.jsonl", 20)
-    output, notes = run_script("2 ranks", tiny_model, rows, tmp_path / "failing", code=1, FAILS="1")
-    line = SCRIPT.splitlines().index('        raise KeyError("this rank alone")') + 1
-    expected = f"error: [rank 1] change_model(), the script's `model` function, failed at mine.py:{line}: KeyError"
-    assert expected in output
-    assert 'raise KeyError("this rank alone")' in output and "finetune/job.py" not in output
-    assert not any(note.startswith(("trainer", "save")) for note in notes)
 
 
 # --- a notebook for each kind of rows -----------------------------------------------------------------------------------

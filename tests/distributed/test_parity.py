@@ -222,14 +222,14 @@ def test_a_script_is_compared_with_itself(
 ) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     words = ["mine.py", str(tiny_model), str(tiny_data), fault, "--world-sizes", "1,2", "--steps", "3"]
-    words += ["--strategies", "ddp,shard"] if fault == "none" else []  # it gives the trainer the model's name
+    words += ["--strategies", "ddp,shard,cp"] if fault == "none" else []  # it gives the trainer the model's name
     done = launch.command_with_ranks(
         "finetune.parity", [*words, "--json", "parity.json"], cache=tmp_path, kind="transformers"
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "parity.json").read_text())
     assert found["proven"] is (code == 0) and found["steps"] == 3
-    assert [one["strategy"] for one in found["found"]] == (["ddp", "shard"] if code == 0 else ["ddp"])
+    assert [one["strategy"] for one in found["found"]] == (["ddp", "shard", "cp"] if code == 0 else ["ddp"])
     for one in found["found"]:
         assert one["world_size"] == 2
         if code == 0:
@@ -248,7 +248,6 @@ def test_a_script_that_cannot_be_compared(tiny_model: Path, tiny_data: Path, tmp
     for words, expected in (
         (["theirs.py"], "Change `from trl import SFTTrainer`"),
         (["mine.py", *given, "--world-sizes", "2"], "expected two or more to compare"),
-        (["mine.py", *given, "--strategies", "cp"], "GPUs cannot share the rows of a script's trainer"),
         (["mine.py", *given[:2], "loaded", "--strategies", "shard"], "Pass its name or folder to SFTTrainer instead"),
     ):
         done = launch.command_with_ranks("finetune.parity", words, cache=tmp_path, kind="transformers")

@@ -141,10 +141,9 @@ def all_reduce(world: int, sizes: Any = None, *args: Any, **kw: Any) -> dict[str
 class DryRuns:
     """Dry runs of a script on two GPUs, made up; `asked` has their command lines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, memory: int = 64) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int = 64) -> None:
         self.asked: list[str] = []
-        self.kind, self.memory = kind, memory  # rows at a time that fit
-        self.rows = "--training.per_device_train_batch_size " if kind == "script.run" else f"{SIZE[2:]}="
+        self.memory = memory  # rows at a time that fit
         monkeypatch.setattr(candidates.subprocess_dry_run, "run", self.report)
         monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
         monkeypatch.setattr(candidates.comm, "measure", all_reduce)
@@ -155,17 +154,15 @@ class DryRuns:
     def report(self, target: list[str], arguments: list[str], **_: Any) -> dict[str, Any]:
         said = " ".join([*target, *arguments])
         self.asked.append(said)
-        given = re.search(rf"{self.rows}(\d+)", said)
+        given = re.search(rf"{SIZE[2:]}=(\d+)", said)
         rows = int(given[1]) if given else 4
         batch: dict[str, Any] = {
             "global_batch_size": 16,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
         }
-        if self.kind == "script.run":
-            batch = {"global_batch_size": 16}
         settings = Config(model=ModelConfig(model_name_or_path="m"), training=TrainingConfig(**batch)).to_dict()
-        about = {"config": settings, "script": self.kind}
+        about = {"config": settings}
         if rows > self.memory:
             return {"go": False, "reason": "CUDA ran out of memory", "out_of_memory": True, "state_fits": True, **about}
         sizes = {"recommended": 8}

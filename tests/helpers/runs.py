@@ -48,7 +48,7 @@ class Runs:
 
     def watch(self, on_step: Callable[[Any, int], None] | None = None) -> None:
         """From now on note the optimizer's settings at each step; `on_step(trainer, step)` is called after it."""
-        runs, build = self, building.build_trainer
+        runs = self
 
         class Watch(transformers.TrainerCallback):
             trainer: Any = None
@@ -62,15 +62,24 @@ class Runs:
                 if on_step:
                     on_step(self.trainer, state.global_step)
 
-        def build_watched(*arguments: Any, **named: Any) -> Any:
-            built = build(*arguments, **named)
-            trainer = built.trainer
+        def add(trainer: Any) -> None:
             watch = Watch()
             watch.trainer = trainer
             trainer.add_callback(watch)
-            return built
 
-        self.monkeypatch.setattr(building, "build_trainer", build_watched)
+        give_trainer_to(self.monkeypatch, add)
+
+
+def give_trainer_to(monkeypatch: pytest.MonkeyPatch, watch: Callable[[Any], object]) -> None:
+    """Have each trainer of this process passed to `watch` after it is built."""
+    build = building.build_trainer
+
+    def build_trainer(*arguments: Any, **named: Any) -> building.BuiltTrainer:
+        built = build(*arguments, **named)
+        watch(built.trainer)
+        return built
+
+    monkeypatch.setattr(building, "build_trainer", build_trainer)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.engine import invariants
 from finetune.parity import run as parity_run
-from finetune.runtime.hooks import Hooks
+from tests.spies import give_trainer_to
 
 
 def break_loss(kind: str, trainer: Any) -> None:
@@ -57,7 +57,8 @@ def main() -> int:
         from accelerate import PartialState
 
         PartialState(cpu=True)
-    return parity_run.main(Hooks(trainer=spoil))
+    give_trainer_to(spoil)
+    return parity_run.main()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from finetune.engine.checkpoint import checkpoints, resume
 from finetune.errors import UserError
-from finetune.runtime import bootstrap
 from finetune.runtime.command import console
 from finetune.runtime.ranks import distributed
 
@@ -90,9 +89,7 @@ def build_trainer(
         context=job.context,
         saved_dtype=resolve_dtype(config, job.stack) if config.model.full_finetuning else None,
     )
-    with bootstrap.quiet_ranks():
-        job.hooks.call("trainer", trainer)
-    logger.attach(trainer)  # after the hook: what that replaces is timed as well
+    logger.attach(trainer)
     complete_early_stopping(trainer)
     logger.trackers = trackers.wrap_trackers(trainer.callback_handler.callbacks, logger.records.reported)
     return BuiltTrainer(trainer=trainer, logger=logger, stop=stop, best=tracker[0] if tracker else None)

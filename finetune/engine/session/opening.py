@@ -15,7 +15,6 @@ from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import config_checks
 from finetune.engine.record import RunRecord
 from finetune.runtime import bootstrap, user_code
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed, multinode
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def open_session(
     batch: Batch,
     *,
     demo: ModuleType | None = None,
-    hooks: Hooks = NO_HOOKS,
     without: Collection[str] = (),
     on_failure: Callable[..., None] | None = None,
     before_loading: Callable[[Stack, str], str] | None = None,
@@ -98,9 +96,7 @@ def open_session(
     def connected(weights: str) -> str:
         return weights if before_loading is None else before_loading(stack, weights)
 
-    job = open_job(
-        config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected, stand_in=stand_in
-    )
+    job = open_job(config, batch, stack, on_failure=on_failure, before_loading=connected, stand_in=stand_in)
     job.user_code = loaded
     return job
 
@@ -111,7 +107,6 @@ def open_and_compare(
     demo: ModuleType | None,
     record: RunRecord,
     without: Collection[str],
-    hooks: Hooks,
 ) -> tuple[Job, resume.StartPoint]:
     """Open the job and find where it starts. Compares everything that must match the checkpoint, and writes nothing.
 
@@ -128,9 +123,7 @@ def open_and_compare(
         start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."), weights)
         return start.settings["training.master_weights"]
 
-    job = open_session(
-        config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
-    )
+    job = open_session(config, batch, demo=demo, without=without, on_failure=record.fail, before_loading=choose_start)
     return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
 
 

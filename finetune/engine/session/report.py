@@ -96,8 +96,6 @@ def print_introduction(job: Job, start: StartPoint) -> None:
             print_line(f"patched: {verdict.name} ({verdict.reason})")
     if config.logging.trackers:
         print_line(f"Reports to TensorBoard and {', '.join(config.logging.trackers)}")
-    if config.rows_from_script:
-        print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")
     console().print(ledger.table(job.data.ledgers, layout_facts(job)))
     if (table := ledger.sources_table(job.data.ledgers)) is not None:

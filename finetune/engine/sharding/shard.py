@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from finetune.config import Config
 from finetune.engine.sharding import digests, memory_per_rank
 from finetune.errors import UserError
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Model
 
@@ -80,17 +79,12 @@ def units(model: Model) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def check(device: str, dtype: torch.dtype, hooks: Hooks = NO_HOOKS) -> None:
-    """Check what only this device and the user's script decide.
+def check(device: str, dtype: torch.dtype) -> None:
+    """Check what only this device decides.
 
     Raises:
-        UserError: the type of `model.dtype: auto` cannot be trained sharded, or the script saves the model itself.
+        UserError: the type of `model.dtype: auto` cannot be trained sharded.
     """
-    if hooks.save is not None:
-        raise UserError(
-            "training.strategy is shard, and the script has a `save` function, which would get a model of which rank 0 "
-            "holds only a part. Remove it and use `finetune export` on the output folder afterwards."
-        )
     if dtype == torch.float16:
         raise UserError(
             f"training.strategy is shard, and model.dtype: auto is float16 on this {device} device, whose loss scale "

@@ -20,17 +20,16 @@ from finetune.engine.checkpoint.tensor_files import TensorFiles
 from finetune.engine.preflight import adapter_files
 from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import errors_only
-from finetune.runtime.hooks import Hooks
 from finetune.runtime.ranks import distributed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def loadable_files(config: Config, hooks: Hooks) -> TensorFiles | None:
+def loadable_files(config: Config) -> TensorFiles | None:
     """The model's files, if each unit of it can be loaded by itself; else None."""
     model, folder = config.model, adapter_files.base_folder(config)
-    if not shard.is_requested(config) or hooks.model is not None or folder is None:
+    if not shard.is_requested(config) or folder is None:
         return None
     if model.load_in_4bit or model.load_in_8bit or model.trust_remote_code:
         return None

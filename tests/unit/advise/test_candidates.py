@@ -186,13 +186,13 @@ def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path)
 def test_what_would_make_a_script_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=1)
+    DryRuns(monkeypatch, tmp_path, memory=1)
     assert advise.main(["mine.py"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "It fits with one row at a time (measured: " in said
     assert (
         "--finetune training.per_device_train_batch_size=1. " in said and "a run from a configuration can shard" in said
     )
-    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=0)
+    DryRuns(monkeypatch, tmp_path, memory=0)
     assert advise.main(["mine.py"]) == 1
     assert "Tried, but not enough: one row at a time, " in " ".join(capsys.readouterr().out.split())

@@ -351,7 +351,7 @@ def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: P
 def test_a_script_is_advised_by_dry_runs_of_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dry = DryRuns(monkeypatch, tmp_path, "SFTTrainer")
+    dry = DryRuns(monkeypatch, tmp_path)
     words = ["mine.py", "--model", "x", "--world-sizes", "1,2", "--batch", "7", "--json", "advice.json", "--out", "out"]
     assert advise.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -370,14 +370,3 @@ def test_a_script_is_advised_by_dry_runs_of_itself(
         command_line in Path("out/launch.sh").read_text() and "finetune.train" not in Path("out/launch.sh").read_text()
     )
     assert not list(Path("cache").rglob("advice-*"))  # of `training.strategy: auto`, which a script does not have
-
-
-def test_a_script_whose_settings_are_in_a_file_is_advised_by_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dry = DryRuns(monkeypatch, tmp_path, "script.run")
-    assert advise.main(["mine.py", "--training.max_steps", "9", "--json", "advice.json"]) == 0
-    assert "-m finetune.dryrun --devices 1 mine.py -- --training.max_steps 9 --data.packing true" in dry.asked
-    launched = json.loads(Path("advice.json").read_text())["launch"]
-    assert launched.endswith("mine.py --training.max_steps 9 --training.per_device_train_batch_size 8")
-    assert list(Path("cache").rglob("advice-*"))

@@ -4,7 +4,6 @@ import pytest
 
 from finetune.config import (
     ConfigError,
-    help_text,
     load,
 )
 from tests.helpers.config import MODEL, problem, problems
@@ -110,14 +109,6 @@ def test_a_marker_on_the_command_line_may_hold_newlines():
     argv = [*MODEL, "--data.instruction_part", '"<user>\\n"', "--data.response_part", '"<bot>\\n\\n"']
     data = load(argv).data
     assert (data.instruction_part, data.response_part) == ("<user>\n", "<bot>\n\n")
-
-
-def test_rows_of_a_script():
-    config = load([*MODEL[:2], "--training.eval_steps", "5"], script="mine.py")
-    assert config.rows_from_script and not load(MODEL, script="mine.py").rows_from_script
-    with pytest.raises(ConfigError, match="no rows are held out"):
-        load([*MODEL, "--training.eval_steps", "5"], script="mine.py")
-    assert help_text("mine.py").startswith("usage: accelerate launch mine.py [--config")
 
 
 def test_contradictions_all_at_once_with_the_place_of_each(write):

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from finetune.data.arrow import Struct
-from finetune.data.sources import content_digest, expand, iter_hub, iter_returned, iter_rows
+from finetune.data.sources import content_digest, expand, iter_hub, iter_rows
 from finetune.errors import UserError
 
 ROWS = [{"prompt": "1 + 1?", "completion": "2"}, {"prompt": 'Größe 🙂,\n"x"?', "completion": "groß\u2028enough"}]
@@ -231,8 +231,7 @@ def test_objects_of_arrow_are_distinguished_from_json(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(rows, features=features)
     data.to_parquet(tmp_path / "x.parquet")
     data.save_to_disk(tmp_path / "saved")
-    returned = [row for row, _ in iter_returned(data, "dataset")]
-    for found in (read(tmp_path / "x.parquet"), read(tmp_path / "saved"), returned):
+    for found in (read(tmp_path / "x.parquet"), read(tmp_path / "saved")):
         (call,), top = found[0]["calls"], found[0]["top"]
         assert type(call) is Struct and call == {"a": None, "own": {"x": None}}
         assert type(call["own"]) is dict and top == {"y": [1, "1", None]} and type(top) is dict

@@ -24,7 +24,7 @@ FLOORS = (
     {"measure"},
     {"dryrun", "bench", "doctor", "prepare", "export", "chat", "convert", "review", "dashboard", "init"},
     {"run"},
-    {"train", "drop_in", "parity", "script"},
+    {"train", "drop_in", "parity"},
     {"advise"},
     {"cli", "completion"},
 )
@@ -101,7 +101,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 def test_commands_are_imported_by_their_entry_points_alone() -> None:
     """They are a library for nobody: the story of a run is `run.story`."""
-    allowed = {"finetune.cli", "finetune.script", "finetune.parity.run"}
+    allowed = {"finetune.cli", "finetune.parity.run"}
     assert {name for name, imports in GRAPH.items() if "finetune.train" in imports} <= allowed
 
 
@@ -162,7 +162,6 @@ OPENS_ITSELF = {
             "runtime.machine.flash",
         ),
     ],
-    "the user's own code": ["runtime.hooks"],
     "an object's own method `open`": [
         *("data.remote", "data.prepare:_build"),
         *("data.sources:_open", "data.sources:rows", "data.sources:_arrow_source"),

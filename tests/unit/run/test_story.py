@@ -14,11 +14,12 @@ from transformers import TrainerCallback
 from finetune import train
 from finetune.config import load
 from finetune.engine import record
+from finetune.engine.session import building
+from finetune.errors import RunError
 from finetune.runtime import command
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.ranks import interrupt
 from tests.helpers import tiny
-from tests.helpers.runs import in_this_process
+from tests.helpers.runs import give_trainer_to, in_this_process
 
 
 @pytest.fixture
@@ -33,21 +34,23 @@ def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
         yield given
 
 
-def run(arguments: list[str], hooks: Hooks = NO_HOOKS) -> int:
-    return command.run_guarded(lambda: train.run(load(arguments), hooks=hooks))
+def run(arguments: list[str]) -> int:
+    return command.run_guarded(lambda: train.run(load(arguments)))
 
 
-def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
+def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out loss never falls by 100 nats: of three evaluations two are no better than the first. A secret among
     the settings is in neither record of the run."""
     from transformers import EarlyStoppingCallback
 
     def add(trainer: Any) -> None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=100.0))
+        building.complete_early_stopping(trainer)
 
     token = "hf" + "_" + "aB3xK9qZ7mW2" * 3
     arguments += ["--json", str(tmp_path / "result.json"), "--data.system_prompt", f"Say {token}."]
-    assert run(arguments, Hooks(trainer=add)) == 0
+    give_trainer_to(monkeypatch, add)
+    assert run(arguments) == 0
     for name in ("out/run.json", "result.json"):
         shown = (tmp_path / name).read_text()
         assert "***" in shown and token not in shown, name
@@ -57,7 +60,7 @@ def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> No
 
 
 def test_weights_that_the_last_step_spoils_are_reported(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The loss of the last step is that of the weights before it. Their evaluation is not a number."""
 
@@ -71,7 +74,8 @@ def test_weights_that_the_last_step_spoils_are_reported(
 
     arguments[arguments.index("--training.max_steps") + 1] = "1"
     arguments[arguments.index("--training.eval_steps") + 1] = "0"
-    assert run(arguments, Hooks(trainer=spoil)) == 1
+    give_trainer_to(monkeypatch, spoil)
+    assert run(arguments) == 1
     printed = capsys.readouterr().err
     assert "error: The evaluation loss after step 1 is not finite (nan). Lower training.learning_rate" in printed
     assert "Traceback" not in printed
@@ -107,10 +111,11 @@ def test_a_signal_while_a_failure_is_recorded_waits(
         write(path, content)
 
     def fail(trainer: Any) -> None:
-        raise ValueError("the fault of this test")
+        raise RunError("the fault of this test")
 
     monkeypatch.setattr(record, "write_json", look_and_write)
-    assert run(arguments, Hooks(trainer=fail)) == 1
+    give_trainer_to(monkeypatch, fail)
+    assert run(arguments) == 1
     assert deferred == [1] and json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
 
 

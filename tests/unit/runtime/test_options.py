@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from finetune import cli, prepare
 from finetune.advise import command as advise
 from finetune.bench import command as bench
-from finetune.config import help_text
 from finetune.config.schema import SECTIONS
 from finetune.convert import command as convert
 from finetune.errors import UserError
@@ -114,13 +112,3 @@ def test_a_configuration_file_in_place_of_a_command(capsys: pytest.CaptureFixtur
     assert cli.main(["trian"]) == 2 and "Nearest is `train`." in capsys.readouterr().err
     assert cli.main(["x\x1b[2J"]) == 2 and "\x1b" not in capsys.readouterr().err
     assert cli.main(["prepare", "s.yaml"]) == 2 and "Write --config s.yaml." in capsys.readouterr().err
-
-
-def test_help_of_a_training_script_names_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from finetune import script
-
-    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
-    assert script.run("mine.py") == 0
-    assert capsys.readouterr().out == help_text("mine.py")

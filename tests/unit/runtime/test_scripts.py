@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
 ]
 
-TRAINS = "from pathlib import Path\nfrom finetune import script\nfrom finetune.runtime import scripts\n"
+TRAINS = "import finetune\nfrom pathlib import Path\nfrom finetune.runtime import scripts\n"
 MINE = """
 import argparse
 from pathlib import Path
@@ -105,7 +105,7 @@ def answers(code: int = 0, seen: list[Any] | None = None) -> Answer:
         (seen if seen is not None else []).append(given)
         return code
 
-    return Answer(trainer=answer, configuration=answer)
+    return Answer(trainer=answer)
 
 
 # --- running a script -------------------------------------------------------------------------------------------------
@@ -173,7 +173,6 @@ def test_a_script_of_trl_is_refused_before_it_runs(write: Callable[..., str], tm
     "source",
     [
         "import finetune",
-        "from finetune import script",
         "from finetune import *",
         "def main():\n    from finetune import SFTTrainer as Mine",
         "try:\n    from finetune.drop_in import SFTTrainer\nexcept ImportError:\n    from trl import SFTTrainer",
@@ -348,24 +347,12 @@ def test_the_callbacks_of_the_script_and_its_trackers_see_no_dry_run(folder: Pat
     assert not (folder / "marker").exists()
 
 
-def test_a_script_whose_settings_are_in_a_file_is_measured_too(folder: Path, write: Callable[..., str]) -> None:
-    source = """
-from pathlib import Path
-from finetune import script
-
-def build_dataset(tokenizer):
-    return [{"text": f"row {number}"} for number in range(40)]
-
-if __name__ == "__main__":
-    code = script.run(__file__, dataset=build_dataset)
-    Path("marker").touch()
-"""
-    settings = "model: {model_name_or_path: m, backend: transformers}\ntraining: {output_dir: out, max_steps: 3}\n"
-    (folder / "mine.yaml").write_text(settings)
-    found = dry(write(source), "--training.max_steps", "4")
-    assert found["go"] and found["measurement"]["steps"] == 4
-    assert found["launch"] == "python mine.py --training.max_steps 4"
-    assert not (folder / "marker").exists() and not (folder / "out").exists()
+def test_one_device_stands_in_for_those_that_share_a_row(folder: Path, write: Callable[..., str]) -> None:
+    script = write(mine("per_device_train_batch_size=4, context_parallel=2,"))
+    shared, whole = dry(script, "--rows", "rows.jsonl", "--devices", "2"), dry(write(mine()), "--rows", "rows.jsonl")
+    assert shared["go"] and shared["measurement"]["shared_by"] == 2 and shared["measurement"]["exchanges"]
+    assert shared["config"]["training"]["global_batch_size"] == 4  # of one group of ranks
+    assert whole["measurement"]["shared_by"] == 1
 
 
 def test_a_script_that_fills_the_gpu_before_its_training_is_no_go(
@@ -412,17 +399,3 @@ def test_training_finds_the_rows_that_were_prepared(
     monkeypatch.setattr(sys, "argv", [script, "--rows", "rows.jsonl", "--steps", "1"])
     runpy.run_path(script, run_name="__main__")
     assert Path("marker").exists() and len(list(Path("cache/data").glob("*/entry.json"))) == 1
-
-
-def test_the_rows_of_a_script_whose_settings_are_in_a_file(folder: Path, write: Callable[..., str]) -> None:
-    source = """
-from finetune import script
-
-def build_dataset(tokenizer):
-    return [{"text": f"row {number}"} for number in range(40)]
-
-if __name__ == "__main__":
-    raise SystemExit(script.run(__file__, dataset=build_dataset))
-"""
-    (folder / "mine.yaml").write_text("model: {model_name_or_path: m}\ntraining: {output_dir: out}\n")
-    assert prepared(write(source))["ledger"]["train"]["rows_read"] == 40

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from finetune.config import load
 from finetune.parity import run as parity_run
-from finetune.runtime.hooks import NO_HOOKS, Hooks
 from tests.helpers import launch, tiny
-from tests.helpers.runs import in_this_process
+from tests.helpers.runs import give_trainer_to, in_this_process
 from tests.helpers.tiny import EXPERTS
 from tests.unit.engine.model.test_router_loss import COEFFICIENT, documents, reference
 
@@ -99,9 +98,9 @@ def words(folder: Path, kind: str, layout: str, size: int, backend: str = "trans
     return [*found, *lengths, "--training.global_batch_size", "4"]
 
 
-def gradients(folder: Path, out: Path, *given: Any, hooks: Hooks = NO_HOOKS) -> Path:
+def gradients(folder: Path, out: Path, *given: Any) -> Path:
     out.mkdir()
-    assert parity_run.run(load(words(folder, *given)), out, 1, [], hooks) == 0
+    assert parity_run.run(load(words(folder, *given)), out, 1, []) == 0
     return out
 
 
@@ -131,7 +130,8 @@ def test_an_expert_without_its_adapter_is_found(
                 one.register_hook(lambda gradient: gradient * used)
 
     with in_this_process(monkeypatch, tmp_path):
-        out = gradients(models["Qwen3Moe"], tmp_path / "out", "LoRA", "padded", 6, hooks=Hooks(trainer=skip))
+        give_trainer_to(monkeypatch, skip)
+        out = gradients(models["Qwen3Moe"], tmp_path / "out", "LoRA", "padded", 6)
     with pytest.raises(AssertionError, match="layers.1.mlp.experts.lora_B"):
         check(out, models["Qwen3Moe"], "LoRA")
 

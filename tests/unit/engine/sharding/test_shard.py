@@ -18,7 +18,6 @@ from finetune.engine.sharding import (
     unit_loading,
 )
 from finetune.errors import UserError
-from finetune.runtime.hooks import Hooks
 from finetune.runtime.ranks.distributed import Ranks
 from tests.helpers.layers import Model
 
@@ -71,11 +70,6 @@ def test_float16_that_auto_chose_is_refused() -> None:
     with pytest.raises(UserError, match="model.dtype: auto is float16"):
         shard.check("cuda", torch.float16)
     shard.check("cuda", torch.bfloat16)
-
-
-def test_a_script_that_saves_the_model_itself_is_refused() -> None:
-    with pytest.raises(UserError, match="has a `save` function"):
-        shard.check("cpu", torch.float32, Hooks(save=lambda model, tokenizer: None))
 
 
 @pytest.mark.usefixtures("one_rank_group")
@@ -143,7 +137,7 @@ def test_a_meta_model_gets_its_weights(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     given = config(model=str(tiny_model))
-    stored = unit_loading.loadable_files(given, Hooks())
+    stored = unit_loading.loadable_files(given)
     assert stored is not None
     model = unit_loading.meta_model(given, torch.bfloat16, {})
     assert all(one.untyped_storage().nbytes() == 2 for one in model.parameters())
@@ -161,12 +155,10 @@ def test_a_meta_model_gets_its_weights(tiny_model: Path) -> None:
 def test_what_cannot_be_loaded_by_unit_is_loaded_in_turns(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook = Hooks(model=lambda model, tokenizer: model)
-    assert unit_loading.loadable_files(config(model=str(tiny_model)), hook) is None
     shutil.copytree(tiny_model, other := tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({f"renamed.{key}": value for key, value in weights.items()}, other / "model.safetensors")
-    assert unit_loading.loadable_files(config(model=str(other)), Hooks()) is None
+    assert unit_loading.loadable_files(config(model=str(other))) is None
     turns = []
     monkeypatch.setattr(unit_loading, "distributed", SimpleNamespace(barrier=lambda: turns.append("wait")))
     with unit_loading.one_rank_at_a_time(1, 3):

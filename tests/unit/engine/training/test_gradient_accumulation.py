@@ -11,9 +11,9 @@ import transformers
 
 from finetune import train
 from finetune.config import load
-from finetune.runtime.hooks import Hooks
+from finetune.engine.model import loading
 from tests.helpers import tiny
-from tests.helpers.runs import in_this_process
+from tests.helpers.runs import give_trainer_to, in_this_process
 
 
 class FirstStep(transformers.TrainerCallback):
@@ -50,10 +50,12 @@ class FirstStep(transformers.TrainerCallback):
 def test_gradients_do_not_depend_on_accumulation(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, accepts: bool, per_device: int
 ) -> None:
-    first = FirstStep()
+    first, load_model = FirstStep(), loading.load
 
-    def declare(model: Any, tokenizer: Any) -> None:
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
         model.accepts_loss_kwargs = accepts  # transformers reads it as `model_accepts_loss_kwargs`
+        return model
 
     settings = {
         "model.model_name_or_path": tiny_model,
@@ -72,7 +74,9 @@ def test_gradients_do_not_depend_on_accumulation(
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with in_this_process(monkeypatch, tmp_path):
-        train.run(load(words), hooks=Hooks(model=declare, trainer=first.attach))
+        monkeypatch.setattr(loading, "load", declared)
+        give_trainer_to(monkeypatch, first.attach)
+        train.run(load(words))
 
     assert first.trainer.model_accepts_loss_kwargs is accepts
     assert first.trainer.args.gradient_accumulation_steps == 8 // per_device
