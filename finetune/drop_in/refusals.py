@@ -7,16 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, arguments
-from finetune.config.rules import (
-    AUTO,
-    CHECKPOINTING,
-    OFFLOAD,
-    SELECTIVE,
-    checkpointing_kinds,
-    context_parallelism,
-    why_optimizer_unusable,
-)
+from finetune.config import Config, arguments, rules
+from finetune.config.rules import AUTO, CHECKPOINTING, OFFLOAD, SELECTIVE, checkpointing_kinds, why_optimizer_unusable
 from finetune.data.store import Rows
 from finetune.drop_in import settings
 from finetune.errors import UserError, listed
@@ -271,7 +263,7 @@ def check_shared_rows(config: Config) -> None:
     Raises:
         Refused: with all that is found.
     """
-    if found := [text for _, text in context_parallelism(config, config.given)]:
+    if found := [text for _, text in rules.context_parallelism(config, config.given)]:
         raise Refused(f"`context_parallel={config.training.context_parallel}`: {' '.join(found)}")
 
 
