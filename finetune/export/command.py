@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError
-from finetune.export import card, gguf, gguf_metadata, hub, verify
+from finetune.export import card, gguf, hub, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
@@ -146,11 +147,12 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     dtype = options.dtype or {"gguf": "bfloat16" if kind == "bf16" else "float32"}.get(form)
     merge = None if form == "adapter" else _merge(found, dtype)
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
-    check_space(out, needed * (1 if tools is None else 2) + SPARE_BYTES)
     finding: JsonObject | None = None
     from finetune.engine.checkpoint import output_folder
     from finetune.engine.preflight import model_files
 
+    room = needed * (1 if tools is None else 2) + SPARE_BYTES
+    output_folder.check_space(_existing(out), room, "the export", option="--out")
     with output_folder.explain_full_disk(_existing(out), "the export"), files.staging(out) as folder:
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
@@ -172,7 +174,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
                 for file in found.base.glob("*.py"):
                     shutil.copyfile(file, model / file.name)
         if not options.no_verify:
-            finding = verify_export(options, found, model, tokenizer, with_loss=merge is not None)
+            finding = verify_export(options, found, model, tokenizer)
         kept = merge.update_kept if merge is not None else None
         result: JsonObject = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
         if tools is not None:
@@ -185,6 +187,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         files.write_json(folder / MANIFEST, redact_tree(card.shortened(about) | result))  # answers are not paths
     print_line(f"Verified: {verify.sentence(finding)}" if finding else "Not verified: --no-verify was given.")
     print_line(f"Exported {found.given} to {out}")
+    if form == "merged":
+        print_line(f"Serve it: vllm serve {shlex.quote(str(out))}")
     return about | result | {"out": str(out)}
 
 
@@ -311,8 +315,8 @@ def write_gguf(
     finding = None
     exact = folder / f"model-{gguf.exact_kind(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
-    if (token := end_of_turn(found, tokenizer)) is not None:
-        gguf_metadata.add_end_of_turn(exact, token)
+    if (token := end_of_turn(found, tokenizer)) not in (None, tokenizer.eos_token_id):
+        gguf.name_end_of_turn(tools, exact, token)
     if not options.no_verify:
         finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer, raw=found.raw)})
         raise_if_failed(finding, options)
@@ -323,9 +327,7 @@ def write_gguf(
     return {"gguf_type": kind, "gguf_verification": finding}
 
 
-def verify_export(
-    options: argparse.Namespace, found: Source, folder: Path, tokenizer: Tokenizer, *, with_loss: bool
-) -> JsonObject:
+def verify_export(options: argparse.Namespace, found: Source, folder: Path, tokenizer: Tokenizer) -> JsonObject:
     """The finding of the check.
 
     Raises:
@@ -336,10 +338,9 @@ def verify_export(
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
     job |= {"trust_remote_code": options.trust_remote_code, "adapter_config": _adapter_config(found)}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
-    split, rows = verify.rows(found.record) if with_loss else ("", [])
-    if with_loss and not rows:
-        print_line("note: The run's rows are not in the data cache, so its loss is not compared.", style="yellow")
-    finding = verify.run(job | {"rows": rows}) | {"rows": "training" if split == "train" else "held-out"}
+    split, rows = verify.rows(found.record)
+    of = {"": "its own answers to three questions", "train": "training rows"}.get(split, "held-out rows")
+    finding = verify.run(job | {"rows": rows}) | {"rows": of}
     raise_if_failed(finding, options)
     return finding
 
@@ -428,16 +429,6 @@ def publish(options: argparse.Namespace) -> JsonObject:
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Raise UserError if the disk of `out` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(_existing(out)).free
-    if free < needed:
-        raise UserError(
-            f"--out {out} needs {needed / 2**20:,.0f} MiB, and its disk has {free / 2**20:,.0f} MiB free. Free some "
-            "space or give a folder on another disk."
-        )
 
 
 def _existing(out: Path) -> Path:

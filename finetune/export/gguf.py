@@ -148,6 +148,22 @@ def convert(tools: Tools, model: Path, file: Path, kind: str) -> None:
     _run(tools.command(model, file, exact_kind(kind)), file, env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"})
 
 
+def name_end_of_turn(tools: Tools, file: Path, token: int) -> None:
+    """Name the token that ends a turn in a GGUF file, with the library of the converter. The converter writes the
+    tokenizer's EOS alone, and llama.cpp knows common ends of turns by their text; at any other it stops only if
+    `tokenizer.ggml.eot_token_id` names it.
+
+    Raises:
+        RunError: the library failed.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    command = [sys.executable, "-P", "-m", "gguf.scripts.gguf_new_metadata", "--force", "--special-token-by-id", "eot"]
+    own = str(tools.converter.parent / "gguf-py")  # of llama.cpp's sources
+    env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])}
+    _run([*command, str(token), str(file), str(partial)], partial, env=env)
+    os.replace(partial, file)
+
+
 def quantize(tools: Tools, source: Path, file: Path, kind: str) -> None:
     """Write `file` from the exact GGUF file `source`.
 
@@ -161,8 +177,9 @@ def _run(command: list[str], file: Path, env: dict[str, str]) -> None:
     done = subprocesses.run(command, env=env)
     if done.returncode != 0 or not file.is_file():
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        program = next(word for word in command if word not in (sys.executable, "-P", "-m"))
         raise RunError(
-            f"llama.cpp's {Path(command[1] if command[0] == sys.executable else command[0]).name} failed: "
+            f"llama.cpp's {Path(program).name} failed: "
             f"{lines[-1][:300]}. Update llama.cpp if it does not know this model. The command was: "
             f"{shlex.join(command)}"
         )

@@ -85,7 +85,7 @@ def prompts(tokenizer: Tokenizer, *, raw: bool = False) -> list[str]:
 
 def rows(record: JsonObject) -> tuple[str, list[list[list[int]]]]:
     """The split and evenly spaced rows of a run's data, as [input_ids, labels]: held-out rows if it has any. Empty if
-    they are no longer in the data cache."""
+    they are not in the data cache."""
     from finetune.data.prepare import cached_rows
 
     folder, splits = record.get("data_folder"), record.get("ledger")
@@ -104,24 +104,15 @@ def rows(record: JsonObject) -> tuple[str, list[list[list[int]]]]:
 
 def sentence(found: JsonObject) -> str:
     """A finding that passed, in a sentence."""
-    answers, logits = found["answers"], found["logits"]
-    equal, ties = (sum(one["outcome"] == outcome for one in answers) for outcome in ("equal", "tie"))
-    tokens = sum(one["tokens"] for one in answers)
-    near = f" ({ties} up to a tie)" if ties else ""
-    tensors = (
-        f"{counted(found['tensors']['compared'], 'tensor')} equal up to one rounding, " if "tensors" in found else ""
-    )
-    loss = ""
-    if one := found.get("loss"):
-        base = f", base model {one['base']:.4f}" if "base" in one else ""
-        loss = f"loss on {found['rows']} rows {one['export']:.4f} (run {one['run']:.4f}{base}), "
-    experts = ""
-    if one := found.get("experts"):
-        experts = (
-            f", routers choose {one['others']} of {one['chosen']:,} experts differently (bound {one['bound']:.0f})"
-        )
+    if "tensors" not in found:  # of a GGUF file
+        answers = found["answers"]
+        ties = sum(one["outcome"] == "tie" for one in answers)
+        near = f" ({ties} up to a tie)" if ties else ""
+        tokens = counted(sum(one["tokens"] for one in answers), "token")
+        return f"llama.cpp gives {len(answers)} equal greedy answers{near} over {tokens}"
+    loss = found["loss"]
+    base = f", base model {loss['base']:.4f}" if "base" in loss else ""
     return (
-        f"{tensors}{loss}{equal + ties} of {len(answers)} greedy answers equal{near} over "
-        f"{counted(tokens, 'token')}, logits differ by {logits['difference']:.2g} (bound {logits['bound']:.2g})"
-        f"{experts}"
+        f"{counted(found['tensors']['compared'], 'tensor')} equal up to one rounding, loss on {found['rows']} "
+        f"{loss['export']:.4f} (run {loss['run']:.4f}{base})"
     )

@@ -208,12 +208,12 @@ def prepare_output(output_dir: Path, *, overwrite: bool) -> None:
     distributed.barrier()
 
 
-def check_space(output_dir: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
+def check_space(output_dir: Path, needed: int, what: str, *, option: str = "training.output_dir") -> None:
+    """Raise UserError, naming the option, if the disk of `output_dir` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(files.nearest_existing(output_dir)).free
     if free < needed:
         raise UserError(
-            f"training.output_dir is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "
+            f"{option} is {output_dir}, whose disk has {free / 2**20:,.0f} MiB free; {what} needs "
             f"{needed / 2**20:,.0f} MiB. Free some space or give a folder on another disk."
         )
 

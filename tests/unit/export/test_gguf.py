@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.errors import UserError
+from finetune.errors import RunError, UserError
 from finetune.export import command, gguf
 from tests.helpers.export import WARNINGS, ends
 
@@ -94,6 +94,31 @@ def test_the_converter_of_the_user_runs_on_the_merged_model(
     capsys.readouterr()
     assert "convert_hf_to_gguf.py failed: no such model" in ends(capsys, [*arguments, "--gguf-type", "f32"], 1)
     assert not out.exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.process
+def test_a_file_names_the_token_that_ends_a_turn(tmp_path: Path) -> None:
+    """Everything else stays as it is."""
+    library = pytest.importorskip("gguf", reason="gguf is not installed: pip install '.[gguf]'")
+    file, weights = tmp_path / "model.gguf", torch.arange(48.0).view(6, 8).numpy()
+    writer = library.GGUFWriter(file, "llama")
+    writer.add_token_list(["a", "b", "猫"])
+    writer.add_eos_token_id(1)
+    writer.add_tensor("output.weight", weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tools = gguf.Tools(tmp_path / gguf.CONVERTER)
+    gguf.name_end_of_turn(tools, file, 2)
+    found = library.GGUFReader(file)
+    fields = {name: found.get_field(f"tokenizer.ggml.{name}").contents() for name in ("tokens", "eos_token_id")}
+    assert fields == {"tokens": ["a", "b", "猫"], "eos_token_id": 1}
+    assert found.get_field("tokenizer.ggml.eot_token_id").contents() == 2
+    assert (found.tensors[0].data == weights).all() and len(found.tensors) == 1
+    with pytest.raises(RunError, match="gguf_new_metadata failed: .*token list"):
+        gguf.name_end_of_turn(tools, file, 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 @pytest.mark.process
