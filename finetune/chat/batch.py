@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from finetune.chat.generation import Answer, Generator
+from finetune.chat.generation import REMEDY, Answer, Generator
+from finetune.engine.model.generation import in_batches
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, console, print_line
 from finetune.runtime.files import write_json
@@ -25,19 +26,19 @@ def run(generator: Generator, prompts: Sequence[str], batch_size: int, json: Pat
         UserError: a prompt is too long for the model's context; it names the prompt.
     """
     encoded = [_encoded(generator, number, prompt) for number, prompt in enumerate(prompts, start=1)]
-    given = {"answer": answers(generator, encoded, batch_size)}
-    if generator.loaded.base is not None:
-        given["base"] = answers(generator, encoded, batch_size, base=True)
+    sides = {"answer": False} | ({"base": True} if generator.loaded.base is not None else {})
+    given = {
+        name: in_batches(encoded, batch_size, functools.partial(generator.answer, base=base))
+        for name, base in sides.items()
+    }
     if json:
         write_json(json, result(generator, prompts, given))
         print_line(f"{counted(len(prompts), 'answer is', 'answers are')} in {json}.")
     else:
         _print(prompts, given)
-    unfinished = [one.text for one in given["answer"] if not one.finished]
-    if unfinished:
+    if unfinished := sum(not one.finished for one in given["answer"]):
         limit = counted(generator.settings.max_new_tokens, "token")
-        remedy = generator.remedy(unfinished)
-        print_line(f"{len(unfinished)} of {len(prompts)} answers were cut at {limit}; {remedy}.", style="yellow")
+        print_line(f"{unfinished} of {len(prompts)} answers were cut at {limit}; {REMEDY}.", style="yellow")
     if "base" in given:
         same = sum(one.text == other.text for one, other in zip(given["answer"], given["base"], strict=True))
         print_line(f"{same} of {len(prompts)} answers are the same as the base model's.")
@@ -51,27 +52,6 @@ def _encoded(generator: Generator, number: int, prompt: str) -> list[int]:
     except UserError as error:
         raise UserError(f"--prompts, prompt {number}: {error}") from None
     return ids
-
-
-def answers(generator: Generator, encoded: Sequence[list[int]], batch_size: int, *, base: bool = False) -> list[Answer]:
-    """An answer to each tokenized prompt, in order. Prompts of similar length are answered together, which needs little
-    padding; one that leaves less room in the context than the others is answered alone.
-
-    Args:
-        base: of the base model.
-    """
-    found: dict[int, Answer] = {}
-    whole = [
-        place for place, ids in enumerate(encoded) if generator.answer_limit(ids) == generator.settings.max_new_tokens
-    ]
-    whole.sort(key=lambda place: len(encoded[place]), reverse=True)  # the batch that needs most memory comes first
-    groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
-    groups += [[place] for place in range(len(encoded)) if place not in set(whole)]
-    shown = track(groups, "base model" if base else "answers", console=console(), transient=True)
-    for group in shown if console().is_terminal else groups:
-        for place, answer in zip(group, generator.answer([encoded[i] for i in group], base=base), strict=True):
-            found[place] = answer
-    return [found[place] for place in range(len(encoded))]
 
 
 def result(generator: Generator, prompts: Sequence[str], given: dict[str, list[Answer]]) -> JsonObject:

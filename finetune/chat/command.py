@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.runtime import files
-from finetune.runtime.command import DONE, print_line, run_with_options
+from finetune.runtime.command import print_line, run_with_options
 from finetune.runtime.options import Options, count, number, one_of, path
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def own_options() -> Options:
         "--backend", one_of(*BACKENDS), "NAME", "auto (Unsloth where it is faster), unsloth or transformers", "auto"
     )
     found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run")
-    found.add_switch("--serve", "load nothing; print the commands that export the model and serve it")
     return found
 
 
@@ -70,14 +69,6 @@ def run(argv: list[str]) -> int:
     from finetune.engine.checkpoint import run_artifacts
 
     found = run_artifacts.find_trained_model(options.run)
-    if options.serve:
-        from finetune.chat import serve
-
-        commands = serve.commands(found)
-        print_line(serve.text(commands))
-        if options.json:
-            files.write_json(options.json, commands)
-        return DONE
     if found.note:
         print_line(found.note, style="yellow")
 
@@ -109,22 +100,6 @@ def _check(options: argparse.Namespace) -> None:
     """
     from finetune.runtime.ranks import distributed
 
-    if options.serve:
-        for name in (
-            "compare",
-            "prompts",
-            "system",
-            "raw",
-            "template",
-            "temperature",
-            "base",
-            "backend",
-            "trust_remote_code",
-        ):
-            if getattr(options, name) not in (None, False, "auto"):
-                raise UserError(
-                    f"--serve and --{name.replace('_', '-')} are both given: --serve loads no model. Keep one."
-                )
     if options.raw and options.template:
         raise UserError(
             "--raw and --template are both given: prompts are sent with the chat template or without. Keep one."

@@ -22,6 +22,7 @@ from finetune.errors import RunError, UserError
 from finetune.runtime.types import JsonObject, Model
 
 Messages = list[dict[str, str]]
+REMEDY = "--max-new-tokens allows more, and --temperature 0.7 may end repetition"  # of a cut answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +161,6 @@ class Generator:
         system = f"system message {_short(self.system)!r}; " if self.system else ""
         return f"{settings}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
-    def remedy(self, cut: Sequence[str]) -> str:
-        """What to do about answers that were cut at the length limit: greedy ones may repeat themselves for ever."""
-        if not self.samples and any(map(repeats, cut)):
-            return "it repeats itself, as greedy answers may: --temperature 0.7 samples"
-        return "--max-new-tokens allows more"
-
     def facts(self) -> JsonObject:
         """What the answers depend on, for --json."""
         config = self.generation_config(self.settings.max_new_tokens)
@@ -186,12 +181,8 @@ class Generator:
     def generation_config(self, max_new_tokens: int) -> Any:
         """The GenerationConfig: the model's own, with the stop tokens and the settings of this program."""
         config = copy.deepcopy(self.loaded.model.generation_config)
-        config.max_new_tokens, config.max_length, config.min_length, config.min_new_tokens = (
-            max_new_tokens,
-            None,
-            0,
-            None,
-        )
+        config.max_new_tokens, config.max_length = max_new_tokens, None
+        config.min_length, config.min_new_tokens = 0, None
         config.num_beams, config.num_return_sequences, config.use_cache = 1, 1, True
         config.return_dict_in_generate = config.output_scores = config.output_logits = False
         config.eos_token_id, config.pad_token_id = self.stops, self.loaded.tokenizer.pad_token_id
@@ -231,6 +222,8 @@ class Generator:
             RunError: the GPU has too little memory.
         """
         limit = min(self.answer_limit(ids) for ids in prompts)
+        if len(prompts) > 1 and limit < self.settings.max_new_tokens:  # alone, each has the room that its prompt leaves
+            return [one for ids in prompts for one in self.answer([ids], base=base)]
         settings, tokenizer = self.generation_config(limit), self.loaded.tokenizer
         further = {"streamer": streamer} if streamer is not None else {}
         if self.stop_string:
@@ -264,15 +257,6 @@ def _generated(model: Model, prompts: Sequence[list[int]], settings: Any, furthe
         return complete(model, prompts, settings, **further)
     finally:
         model.generation_config = own
-
-
-REPEATED = 200  # characters at the end of an answer
-
-
-def repeats(text: str) -> bool:
-    """Whether a text ends in the same words again and again: three times, and over at least 30 characters."""
-    end = text[-3 * REPEATED :]
-    return any(end.endswith(end[-size:] * 3) and 3 * size >= 30 for size in range(1, len(end) // 3 + 1))
 
 
 def _short(text: str) -> str:

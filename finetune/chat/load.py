@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
@@ -14,10 +14,7 @@ from finetune.engine.checkpoint.run_artifacts import TrainedModel
 from finetune.engine.preflight import adapter_files, hub, model_files
 from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
-from finetune.runtime.types import Model, Tokenizer
-
-if TYPE_CHECKING:
-    import torch
+from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +71,33 @@ def load(
     stack = bootstrap.start(choose_backend(backend, found, base), "error", setting="--backend")
     import torch
 
+    from finetune.engine.model.adapters import load_adapter
+    from finetune.engine.model.load_arguments import quantization_config
+    from finetune.engine.model.loading import load_base
+
     dtype = getattr(torch, found.dtype) if found.dtype else None
     switched = found.adapter is not None and found.adapter.get("bias", "none") in ("none", None)
-    common = {"device_map": stack.device_map, "trust_remote_code": trust_remote_code}
+    common: JsonObject = {"device_map": stack.device_map, "trust_remote_code": trust_remote_code}
+    common["dtype"] = dtype or "auto"
     with _loading(found.folder, "tokenizer"):
         tokenizer = _tokenizer(found, name, trust_remote_code)
     revision = None if base else found.revision
 
     def base_model() -> Any:
         with _loading(Path(str(name)), "base model"):
-            return _causal_lm(str(name), found.bits, dtype, revision=revision, **common)
+            quantization = quantization_config(found.bits, dtype or torch.bfloat16)
+            return load_base(str(name), revision=revision, quantization=quantization, **common)
 
     if stack.backend == "unsloth":
         with _loading(found.folder, "adapter"):
-            model = _load_with_unsloth(found, dtype, **common)
+            model = _load_with_unsloth(found, **common | {"dtype": dtype})
     elif found.adapter is not None:
-        model = _load_adapter(base_model(), found.folder)
+        model = base_model()
+        with _loading(found.folder, "adapter"):
+            model = load_adapter(model, str(found.folder))
     else:
         with _loading(found.folder, "model"):
-            model = _causal_lm(str(found.folder), None, dtype, **common)
+            model = load_base(str(found.folder), **common)
     before = None if not compare else model if switched else base_model()
     for one in (model, before):
         if one is not None:
@@ -130,14 +135,13 @@ def choose_backend(asked: str, found: TrainedModel, base: str | None) -> str:
     return "auto" if fits and torch.cuda.is_available() else "transformers"
 
 
-def _load_with_unsloth(found: TrainedModel, dtype: torch.dtype | None, **arguments: Any) -> Model:
+def _load_with_unsloth(found: TrainedModel, **arguments: Any) -> Model:
     import unsloth
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
     model, _ = unsloth.FastLanguageModel.from_pretrained(
         str(found.folder),
         max_seq_length=length,
-        dtype=dtype,
         load_in_4bit=found.bits == 4,
         load_in_8bit=found.bits == 8,
         **arguments,
@@ -195,25 +199,6 @@ def _tokenizer(found: TrainedModel, base: str | None, trust_remote_code: bool) -
         trust_remote_code=trust_remote_code,
     )
     return set_padding(tokenizer)
-
-
-def _causal_lm(name: str, bits: int | None, dtype: torch.dtype | None, **arguments: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from finetune.engine.model.load_arguments import quantization_config
-
-    quantization = quantization_config(bits, dtype or torch.bfloat16)
-    return AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype or "auto", quantization_config=quantization, **arguments
-    )
-
-
-def _load_adapter(model: Any, folder: Path) -> Any:
-    from finetune.engine.model.adapters import load_adapter
-
-    with _loading(folder, "adapter"):
-        return load_adapter(model, str(folder))
 
 
 @contextlib.contextmanager

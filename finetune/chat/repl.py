@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.columns import Columns
-from rich.live import Live
-from rich.panel import Panel
-from rich.text import Text
 from transformers import TextStreamer
 
-from finetune.chat.generation import Answer, Generator, Messages
+from finetune.chat.generation import REMEDY, Generator, Messages
 from finetune.errors import UserError
-from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, printable
+from finetune.runtime.command import DONE, INTERRUPTED, print_line, printable
 from finetune.runtime.files import write_json
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -85,10 +82,13 @@ class Conversation:
             return
         screen = Screen(self.sides)
         turn: JsonObject = {"conversation": self.number, "prompt": text}
-        with screen, contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
             for side in self.sides:
-                answer = self._answer(side, encoded[side], screen)
+                streamer = Streamer(self.generator, functools.partial(screen.show, side))
+                (answer,) = self.generator.answer([encoded[side]], base=side == "base", streamer=streamer)
+                screen.texts[side] = answer.text  # white space may differ from what was shown while it grew
                 turn["base" if side == "base" else "answer"] = asdict(answer)
+        screen.close()
         for side in self.sides:  # of an answer that was stopped: what has been shown
             self.messages[side] = [*asked[side], {"role": "assistant", "content": screen.texts[side]}]
         self.turns.append(turn)
@@ -96,17 +96,10 @@ class Conversation:
             shown = turn.get("base" if side == "base" else "answer")
             if shown is not None and not shown["finished"]:
                 whose = f"{side} " if len(self.sides) > 1 else ""
-                remedy = self.generator.remedy([shown["text"]])
-                print_line(f"({whose}cut at {counted(shown['tokens'], 'token')}; {remedy})", style="yellow")
+                print_line(f"({whose}cut at {counted(shown['tokens'], 'token')}; {REMEDY})", style="yellow")
 
     def _appended(self, said: Messages, text: str) -> Messages:
         return [*said, {"role": "user", "content": text}] if said else self.generator.opening(text)
-
-    def _answer(self, side: str, ids: list[int], screen: Screen) -> Answer:
-        streamer = Streamer(self.generator, lambda text: screen.show(side, text))
-        (answer,) = self.generator.answer([ids], base=side == "base", streamer=streamer)
-        screen.finish(side, answer.text)
-        return answer
 
 
 class Streamer(TextStreamer):
@@ -127,56 +120,28 @@ class Streamer(TextStreamer):
 
 
 class Screen:
-    """Shows growing answers: side by side on a terminal if there are two, one after the other elsewhere."""
+    """Shows growing answers, one side after the other."""
 
     def __init__(self, sides: tuple[str, ...]) -> None:
         self.texts = dict.fromkeys(sides, "")
-        self._live: Live | None = None
-        if len(sides) > 1 and console().is_terminal:
-            self._live = Live(console=console(), auto_refresh=False, transient=False)
-        self._begun = ""  # the side that is being written, without columns
-
-    def __enter__(self) -> Screen:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-        elif self._begun:
-            _write("\n")
+        self._begun = ""  # the side that is being written
 
     def show(self, side: str, text: str) -> None:
         """The answer of a side so far."""
         before, self.texts[side] = self.texts[side], text
         if text == before:
             return
-        if self._live:
-            self._draw()
-            return
-        if side != self._begun:
-            if len(self.texts) > 1:
-                _write(f"{'' if not self._begun else chr(10)}{side}: ")
-            self._begun = side
-        _write(printable(text[len(before) :]))
+        heading = ""
+        if side != self._begun and len(self.texts) > 1:
+            heading = f"{chr(10) if self._begun else ''}{side}: "
+        self._begun = side
+        sys.stdout.write(heading + printable(text[len(before) :]))
+        sys.stdout.flush()
 
-    def finish(self, side: str, text: str) -> None:
-        """The whole answer of a side; white space may differ from what was shown while it grew."""
-        self.texts[side] = text
-        if self._live:
-            self._draw()
-
-    def _draw(self) -> None:
-        assert self._live is not None
-        width = max(console().width // 2, 20)
-        panels = [Panel(Text(printable(one)), title=name, width=width) for name, one in self.texts.items()]
-        self._live.update(Columns(panels, padding=0), refresh=True)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    def close(self) -> None:
+        """End the last line."""
+        if self._begun:
+            sys.stdout.write("\n")
 
 
 @contextlib.contextmanager

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from finetune.engine.model import positions
 from finetune.engine.optimizer import master_weights
 from finetune.runtime.types import Model, Tokenizer
+
+Answer = TypeVar("Answer")
 
 
 def generate(
@@ -41,15 +43,26 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
-    answers: list[tuple[str, bool]] = []
     with _inference_mode(model), master_weights.autocast(model):
-        for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            found = complete(model, batch, settings, synced_gpus=with_other_ranks)
-            texts = tokenizer.batch_decode(found, skip_special_tokens=True)
-            ended = [ids[-1:] and ids[-1] in settings.eos_token_id for ids in found]
-            answers += zip(texts, map(bool, ended), strict=True)
-    return answers
+        found = in_batches(
+            prompts, batch_size, lambda batch: complete(model, batch, settings, synced_gpus=with_other_ranks)
+        )
+    texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+    ended = [bool(ids[-1:] and ids[-1] in settings.eos_token_id) for ids in found]
+    return list(zip(texts, ended, strict=True))
+
+
+def in_batches(
+    prompts: Sequence[Sequence[int]], batch_size: int, answer: Callable[[list[Sequence[int]]], Sequence[Answer]]
+) -> list[Answer]:
+    """What `answer` gives for each prompt of a batch, in the order of the prompts. Those of similar length are answered
+    together, which needs little padding, the longest first, which need most memory."""
+    places = sorted(range(len(prompts)), key=lambda place: len(prompts[place]), reverse=True)
+    found: dict[int, Answer] = {}
+    for start in range(0, len(places), batch_size):
+        batch = places[start : start + batch_size]
+        found |= zip(batch, answer([prompts[place] for place in batch]), strict=True)
+    return [found[place] for place in range(len(prompts))]
 
 
 @torch.no_grad()

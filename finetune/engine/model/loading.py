@@ -142,7 +142,6 @@ def _load_transformers(
     config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, without_weights: bool = False
 ) -> Any:
     from peft import PeftConfig
-    from transformers import AutoModelForCausalLM
 
     name = str(config.model.model_name_or_path)
     dtype = resolve_dtype(config, stack)
@@ -152,13 +151,12 @@ def _load_transformers(
     if without_weights:
         model: Any = unit_loading.meta_model(config, stored, attention_arguments(config))
     else:
-        revision = None if continue_adapter else config.model.revision
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_base(
             base,
-            revision=revision,
+            revision=None if continue_adapter else config.model.revision,
             dtype=stored,
+            quantization=quantization,
             device_map={"": "cpu"} if shard.is_requested(config) else stack.device_map,
-            quantization_config=quantization or dequantization_config(base, revision),
             trust_remote_code=config.model.trust_remote_code,
             **attention_arguments(config),
         )
@@ -171,6 +169,23 @@ def _load_transformers(
     adapter_targets.check(model, config, adapter_target_modules(config), "transformers")
     torch.manual_seed(adapter_seed(config))
     return add_adapter(model, config)
+
+
+def load_base(name: str, *, revision: str | None = None, quantization: object = None, **arguments: Any) -> Any:
+    """The causal language model of a folder or a name on the Hub, by transformers.
+
+    Args:
+        quantization: None leaves the weights as they are in the files, but for experts in MXFP4.
+        arguments: of `from_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=revision,
+        quantization_config=quantization or dequantization_config(name, revision),
+        **arguments,
+    )
 
 
 def _prepare_quantized(model: Any) -> None:

@@ -35,7 +35,7 @@ def test_prompts_that_cannot_be_answered(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--serve", "--compare"], "--serve and --compare"),
+        (["--raw", "--template"], "--raw and --template"),
         (["--raw", "--system", "x"], "--raw and --system"),
         (["--temperature", "-1"], "expected a number of at least 0"),
         (["--max-new-tokens", "0"], "at least 1"),

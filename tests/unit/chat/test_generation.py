@@ -6,8 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.chat import LONGEST, PROMPTS, answered, generator
 
 
@@ -55,20 +53,3 @@ def test_sampling_follows_the_generation_config_and_its_seed(run: Path, prompts:
     talking.loaded.model.generation_config.do_sample = True
     talking.loaded.model.generation_config.top_p = 0.5
     assert talking.samples and "top_p 0.5" in talking.description
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It is. " + "The city of light is the city of love. " * 4 + "The city of", True),
-        ("Paris " * 10, True),
-        ("...........", False),  # too short to say
-        ("The city of light is the city of love. " * 2, False),
-        (" ".join(str(number) for number in range(300)), False),
-        ("", False),
-    ],
-)
-def test_a_cut_answer_that_repeats_itself_gets_another_remedy(run: Path, text: str, expected: bool) -> None:
-    greedy, sampled = generator(run), generator(run, temperature=0.5)
-    assert ("--temperature" in greedy.remedy(["Fine.", text])) is expected
-    assert "--max-new-tokens" in sampled.remedy([text])
