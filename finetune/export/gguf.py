@@ -150,8 +150,8 @@ def convert(tools: Tools, model: Path, file: Path, kind: str) -> None:
 
 def name_end_of_turn(tools: Tools, file: Path, token: int) -> None:
     """Name the token that ends a turn in a GGUF file, with the library of the converter. The converter writes the
-    tokenizer's EOS alone, and llama.cpp knows common ends of turns by their text; at any other it stops only if
-    `tokenizer.ggml.eot_token_id` names it.
+    tokenizer's EOS alone, and llama.cpp knows common ends of turns by their text; at any other it stops only if the
+    file names it.
 
     Raises:
         RunError: the library failed.

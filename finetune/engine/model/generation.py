@@ -14,6 +14,7 @@ from finetune.engine.optimizer import master_weights
 from finetune.runtime.types import Model, Tokenizer
 
 Answer = TypeVar("Answer")
+Prompt = TypeVar("Prompt", bound=Sequence[int])
 
 
 def generate(
@@ -53,7 +54,7 @@ def generate(
 
 
 def in_batches(
-    prompts: Sequence[Sequence[int]], batch_size: int, answer: Callable[[list[Sequence[int]]], Sequence[Answer]]
+    prompts: Sequence[Prompt], batch_size: int, answer: Callable[[list[Prompt]], Sequence[Answer]]
 ) -> list[Answer]:
     """What `answer` gives for each prompt of a batch, in the order of the prompts. Those of similar length are answered
     together, which needs little padding, the longest first, which need most memory."""
