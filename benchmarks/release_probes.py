@@ -7,9 +7,8 @@
 Each folder holds one release of unsloth and of unsloth_zoo, unpacked. It comes first on the path of a fresh process,
 with the installed torch and transformers; there each patch's probe runs, then the patch, then the probe again. Prints
 one line of JSON per release. A release that does not import with the installed versions is recorded with the reason,
-and its loss is probed alone, as `benchmarks.old_releases` loads it. On a CPU, where Unsloth does not load it, that is
-how the loss of every release is probed.
-`benchmarks.old_releases` measures how wrong it is. Most releases need the package `triton` to import, on a CPU as well.
+and its loss is probed alone. On a CPU, where Unsloth does not load it, that is how the loss of every release is probed.
+Most releases need the package `triton` to import, on a CPU as well.
 
 Per patch: `present` is what the probe found, `repaired` what it found after the patch. `unknown` says why a probe
 could not run: its module is not in the release, does not import here, or needs a GPU.
@@ -25,6 +24,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,15 +76,26 @@ def probe(patch: ModuleType) -> dict[str, Any]:
         return {"unknown": reason(error)}
 
 
+def load_loss(folder: Path) -> None:
+    """Import the loss of the release unpacked in `folder`, without running the `__init__` of its packages."""
+    for name in ("unsloth_zoo", "unsloth_zoo.fused_losses", "unsloth_zoo.temporary_patches"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder / name.replace(".", "/"))]
+        sys.modules[name] = package
+    device = types.ModuleType("unsloth_zoo.device_type")  # the release's own raises where there is no GPU
+    device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
+    sys.modules[device.__name__] = device
+    os.environ["UNSLOTH_CE_LOSS_TARGET_GB"] = "1"  # else they ask the GPU for its free memory, by way of other modules
+    importlib.import_module(unsloth_fused_loss_view.MODULE)
+
+
 def probe_all(loss_alone: str | None) -> dict[str, Any]:
     """Every patch in this process: those of the loss if `loss_alone` names a release's folder, else the others."""
     import torch
 
     if loss_alone:
-        from benchmarks.old_releases import load
-
         try:
-            load(Path(loss_alone))
+            load_loss(Path(loss_alone))
         except Exception as error:
             return {short_name(patch): {"unknown": reason(error)} for patch in LOSS}
         return {short_name(patch): probe(patch) for patch in LOSS}

@@ -1,4 +1,4 @@
-"""A sharded model on GPUs: parity with DDP, memory and step time against their prediction, peers, kills, bytes of NF4.
+"""A sharded model on GPUs: parity with DDP, memory and step time against their prediction, peers, bytes of NF4.
 
     python -m benchmarks.shard_gpu --train train.jsonl --work DIR --out FILE [--only CELL,CELL] [--seconds N] [--cpu]
 
@@ -21,7 +21,6 @@ slices        a model that fits: the whole measured, and extrapolated from two s
 two KIND      training on two GPUs, sharded and with DDP: losses, step time, memory; each predicted by a dry run first.
               The invariants of an adapter compare digests of the frozen weights before sharding and after a gather
 resume        a checkpoint of two sharded GPUs resumed on one, of DDP on two sharded ones: losses of the whole runs
-kill HOW      a sharded run on two GPUs is struck, and resumed on one (benchmarks.gpu_faults)
 8b            full fine-tuning of 8 B under a cap of 60 GiB a GPU: one GPU fails, two shard; with its prediction
 peer STACK    full fine-tuning of 8 B on two GPUs, two documents of 4,096 tokens a GPU: ours, Unsloth's FSDP2, and TRL
               with the FSDP2 profile that it ships
@@ -49,7 +48,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import gpu_faults, models, processes
+from benchmarks import models, processes
 from benchmarks.peers import cells, rows
 from benchmarks.processes import say
 from finetune.runtime import bootstrap
@@ -393,21 +392,6 @@ def resume(given: argparse.Namespace) -> dict[str, Any]:
     return found | ({"error": errors} if errors else {})
 
 
-def killed(given: argparse.Namespace, trial: str) -> dict[str, Any]:
-    """A trial of `benchmarks.gpu_faults` on a sharded model."""
-    out = given.work / "kill.jsonl"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu_faults", "--train", given.train, "--work", given.work / "kill"]
-    command += ["--out", out, "--shard", "--only", trial, *(["--shape", "llama-1m"] if given.cpu else [])]
-    shutil.rmtree(given.work / "kill", ignore_errors=True)
-    seen = "" if given.cpu else "0,1"
-    _, said = started(given, [str(word) for word in command], trial, seen=seen, allowed=(0, 1))
-    if not out.is_file() or not out.read_text():
-        return {"error": cause(said)}
-    found = json.loads(out.read_text())
-    return found | ({} if found["kept_promise"] else {"error": "the promise was not kept"})
-
-
 def peer(
     given: argparse.Namespace, stack: str, shape: str = "llama-8b", kind: str = "4096", context: int = 1
 ) -> dict[str, Any]:
@@ -527,7 +511,6 @@ CELLS: dict[str, tuple[int, float, Call]] = {
     "slices": (1, 400, slices),
     **{f"two {kind}": (2, 300, partial(two, kind=kind)) for kind in KINDS},
     "resume": (2, 400, resume),
-    **{f"kill {trial}": (2, 400, partial(killed, trial=trial)) for trial in gpu_faults.TRIALS},
     "build 8b": (1, 200, partial(built, shape="llama-8b")),
     "dry 8b": (1, 300, dry_8b),
     "8b": (2, 540, eight),

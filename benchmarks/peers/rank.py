@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from benchmarks import stock
+
 WARM_UP = 3  # steps of a trial that are not measured
 SLOWER = 0.97  # a setting this much slower than the best so far ends the trials
 LOGGING = 5  # steps
@@ -167,54 +168,21 @@ def arguments(request: dict[str, Any], out: Path) -> list[str]:
 def peer(request: dict[str, Any]) -> dict[str, Any]:
     """Unsloth or TRL as their users write it; the fastest of the settings is measured."""
     if request["stack"] == "unsloth":
-        from unsloth import FastLanguageModel
+        import unsloth  # noqa: F401  (before the libraries that it changes)
     import torch
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
-    method, options = request["method"], request["options"]
-    longest = max(setting["length"] for setting in request["settings"])
-    checkpointing = request["settings"][0]["checkpointing"]
-    adapters = None
-    if request["stack"] == "unsloth":
-        model, tokenizer = FastLanguageModel.from_pretrained(  # pyright: ignore[reportPossiblyUnboundVariable]
-            request["model"],
-            max_seq_length=longest,
-            dtype=None,
-            load_in_4bit=method == "qlora",
-            full_finetuning=method == "full",
-            **({"unsloth_tiled_mlp": True} if options.get("tiled_mlp") else {}),
-        )
-        if method != "full":
-            model = FastLanguageModel.get_peft_model(  # pyright: ignore[reportPossiblyUnboundVariable]
-                model,
-                r=16,
-                lora_alpha=16,
-                lora_dropout=0,
-                target_modules=TARGETS,
-                use_gradient_checkpointing=checkpointing,
-                random_state=3407,
-            )
-    else:
-        from peft import LoraConfig
-
-        quantized = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
-        alone = torch.cuda.is_available() and "RANK" not in os.environ  # else the trainer places it
-        place = {"device_map": {"": 0}} if alone else {}
-        model = AutoModelForCausalLM.from_pretrained(
-            request["model"],
-            dtype=torch.bfloat16,
-            attn_implementation="sdpa",
-            quantization_config=quantized if method == "qlora" else None,
-            **place,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(request["model"])
-        if method != "full":
-            adapters = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
-
+    options = request["options"]
+    model, tokenizer, adapters = stock.load(
+        request,
+        request["method"],
+        length=max(setting["length"] for setting in request["settings"]),
+        checkpointing=request["settings"][0]["checkpointing"],
+        seed=3407,
+        dtype=torch.bfloat16,
+        **({"unsloth_tiled_mlp": True} if options.get("tiled_mlp") else {}),
+    )
     cuda = torch.cuda.is_available()
     rows = load_dataset("json", data_files=request["rows"], split="train", cache_dir=request["cache"])
 

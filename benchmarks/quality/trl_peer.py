@@ -14,19 +14,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import stock
 from benchmarks.quality import rows
-
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> int:
     """Train, save, and write what was measured."""
     request = json.loads(Path(sys.argv[1]).read_text())
     if request["stack"] == "unsloth":
-        from unsloth import FastLanguageModel
+        import unsloth  # noqa: F401  (before the libraries that it changes)
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+    from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 
     cuda = torch.cuda.is_available()
@@ -36,44 +35,17 @@ def main() -> int:
         give_kernel()
     # With cuDNN's attention, Qwen's weights become NaN (patches/torch_cudnn_attention_nan.py).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    mode, adapters = request["mode"], None
+    mode = request["mode"]
     set_seed(request["seed"])
-    if request["stack"] == "unsloth":
-        model, tokenizer = FastLanguageModel.from_pretrained(  # pyright: ignore[reportPossiblyUnboundVariable]
-            request["model"],
-            max_seq_length=request["max_length"],
-            load_in_4bit=mode == "qlora",
-            full_finetuning=mode == "full",
-            use_gradient_checkpointing="unsloth",
-        )
-        if mode != "full":
-            model = FastLanguageModel.get_peft_model(  # pyright: ignore[reportPossiblyUnboundVariable]
-                model,
-                r=16,
-                lora_alpha=16,
-                lora_dropout=0,
-                target_modules=TARGETS,
-                use_gradient_checkpointing="unsloth",
-                random_state=request["seed"],
-            )
-    else:
-        from peft import LoraConfig
-
-        quantized = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            request["model"],
-            dtype=torch.bfloat16 if cuda and mode != "full" else torch.float32,
-            quantization_config=quantized if mode == "qlora" else None,
-            **({"device_map": {"": 0}} if cuda else {}),
-        )
-        tokenizer = AutoTokenizer.from_pretrained(request["model"])
-        if mode != "full":
-            adapters = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model, tokenizer, adapters = stock.load(
+        request,
+        mode,
+        length=request["max_length"],
+        checkpointing="unsloth",
+        seed=request["seed"],
+        dtype=torch.bfloat16 if cuda and mode != "full" else torch.float32,
+        **({"use_gradient_checkpointing": "unsloth"} if request["stack"] == "unsloth" else {}),
+    )
     encoded = [rows.encode(tokenizer, row, request["as_text"]) for row in rows.read(request["rows"])]
     config = SFTConfig(
         output_dir=str(Path(request["out"]) / "trainer"),

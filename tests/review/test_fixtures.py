@@ -1,6 +1,6 @@
 """Recorded runs of the real trainer: each planted fault is named and no other, and healthy runs have no finding.
 
-`python -m tests.review.record` records them; `RECORDED_ON_GPUS` come from benchmarks/dashboard_gpu.py.
+`python -m tests.review.record` records them; `RECORDED_ON_GPUS` come from runs on two H200s.
 """
 
 from __future__ import annotations
