@@ -159,10 +159,9 @@ class Lab:
         path.write_text(text)
         return path
 
-    def launcher(
-        self, how: str, rank: int, ranks: Sequence[int], *, address: str = ADDRESSES[0], port: int = PORT, more=()
-    ) -> list[str]:
+    def launcher(self, how: str, rank: int, ranks: Sequence[int], more: Sequence[str]) -> list[str]:
         """The command in front of `-m finetune.train` on one machine."""
+        address, port = ADDRESSES[0], PORT
         if how == "accelerate":
             file = self.profile(rank, ranks, address, port)
             return ["accelerate", "launch", "--config_file", str(file), *more]
@@ -178,16 +177,16 @@ class Lab:
         return ["torchrun", *count, *meet, *more]
 
     def start(
-        self, rank: int, how: str, ranks: Sequence[int], arguments: Sequence[str], *, cwd: Path | None = None,
-        env: dict[str, str] | None = None, module: str = "finetune.train", **launcher: Any,
+        self, rank: int, how: str, ranks: Sequence[int], arguments: Sequence[str], *,
+        env: dict[str, str] | None = None, module: str = "finetune.train", more=(),
     ) -> Started:  # fmt: skip
         """Start one machine's part of a run."""
         node = self.nodes[rank]
         log = self.work / "logs" / f"{self.cell}-{node.name}.log"
         log.parent.mkdir(exist_ok=True)
         log.unlink(missing_ok=True)
-        command = [*self.launcher(how, rank, ranks, **launcher), "-m", module, *arguments]
-        return node.start(command, env=env or self.environment(self.cell), cwd=cwd or self.shared, log=log)
+        command = [*self.launcher(how, rank, ranks, more), "-m", module, *arguments]
+        return node.start(command, env=env or self.environment(self.cell), cwd=self.shared, log=log)
 
     def run(
         self, how: str, ranks: Sequence[int], *extra: str, out: Path | None = None, env: dict | None = None, more=(),
@@ -286,6 +285,7 @@ def of_healthy(found: dict[str, Any], *, losses: float = 1e-5, weights: float = 
     "torchrun-static-2+1",
     "torchrun-2+2-shard",
     "torchrun-1+1-own-store",
+    "ranks-1+1",
 )
 def healthy(lab: Lab, name: str) -> dict[str, Any]:
     return equal_to_one_process(lab, name, shared_cache=False)
@@ -347,92 +347,6 @@ def of_refusal(run: Run, *words: str, within: float | None = BOUND, codes: Seque
     }
     missing = {f"{word!r} is in no message": word not in everything for word in words}
     return [sentence for sentence, is_so in (wrong | missing).items() if is_so]
-
-
-STARTED_BY = ("accelerate", "torchrun", "torchrun-static", "ranks")
-
-
-@cell(*(f"late-node-{how}" for how in STARTED_BY))
-def late(lab: Lab, name: str) -> dict[str, Any]:
-    """The second machine starts 20 s after the first: the run takes place."""
-    how = how_of(name)
-    out = lab.shared / "out" / lab.cell
-    arguments = lab.settings(out, 2)
-    began = time.monotonic()
-    first = lab.start(0, how, [1, 1], arguments)
-    time.sleep(20)
-    run = Run([first, lab.start(1, how, [1, 1], arguments)], out)
-    run.wait(since=began)
-    return ended(run, problems=[] if run.codes == [0, 0] else ["the run failed"])
-
-
-def how_of(name: str) -> str:
-    """What starts the ranks, by the end of a cell's name."""
-    return next(how.replace("-", " ") for how in reversed(STARTED_BY) if name.endswith(how))
-
-
-def waiting(how: str, seconds: int) -> dict[str, Sequence[str]]:
-    """Options for how long the machines wait for each other (docs/two-machines.md): of the launcher, of the run."""
-    if how == "ranks":
-        return {"more": (), "extra": ("--training.join_timeout", str(seconds))}
-    return {"more": ("--rdzv_conf", f"{'join_timeout' if how == 'torchrun' else 'timeout'}={seconds}"), "extra": ()}
-
-
-# What is printed where the machines do not meet, as docs/two-machines.md quotes it: by the one that waits for the
-# other, and by the one that looks for it at a wrong address or port.
-STATIC = (
-    "waiting for clients. 1/2 clients joined.",
-    {
-        "address": "DistNetworkError: The client socket has failed to connect to any network address of (",
-        "port": "DistNetworkError: The client socket has timed out after",
-    },
-)
-WORDS: dict[str, tuple[str, dict[str, str]]] = {
-    "accelerate": STATIC,
-    "torchrun static": STATIC,
-    "torchrun": ("RendezvousTimeoutError", dict.fromkeys(("address", "port"), "RendezvousConnectionError: The conn")),
-    "ranks": (
-        f"Rank 1 did not reach {ADDRESSES[0]}:{PORT} within 20 s (training.join_timeout); rank 0 on {NAMES[0]} waited",
-        {
-            "address": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at 10.77.0.9:{PORT}, tried for 20 s",
-            "port": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at {ADDRESSES[0]}:{PORT + 1}, tried for 20 s",
-        },
-    ),
-}
-
-
-@cell(*(f"absent-node-{how}" for how in STARTED_BY))
-def absent(lab: Lab, name: str) -> dict[str, Any]:
-    """The second machine does not start at all within the timeout, here 20 s."""
-    how = how_of(name)
-    out, options = lab.shared / "out" / lab.cell, waiting(how, 20)
-    arguments = lab.settings(out, 2, *options["extra"])
-    began = time.monotonic()
-    run = Run([lab.start(0, how, [1, 1], arguments, more=options["more"])], out)
-    run.wait(since=began)
-    return ended(run, problems=of_the_unmet(run, (WORDS[how][0],)))
-
-
-@cell(*(f"wrong-{what}-{how}" for what in ("address", "port") for how in STARTED_BY))
-def wrong_meeting_point(lab: Lab, name: str) -> dict[str, Any]:
-    """The second machine looks for the first one elsewhere."""
-    how, what = how_of(name), name.split("-")[1]
-    out, options = lab.shared / "out" / lab.cell, waiting(how, 20)
-    arguments = lab.settings(out, 2, *options["extra"])
-    elsewhere = {"address": "10.77.0.9"} if what == "address" else {"port": PORT + 1}
-    began = time.monotonic()
-    first = lab.start(0, how, [1, 1], arguments, more=options["more"])
-    run = Run([first, lab.start(1, how, [1, 1], arguments, more=options["more"], **elsewhere)], out)
-    run.wait(since=began)
-    alone, unreached = WORDS[how]
-    return ended(run, problems=of_the_unmet(run, (alone, unreached[what])))
-
-
-def of_the_unmet(run: Run, words: Sequence[str]) -> list[str]:
-    """Problems of a run whose machines do not meet: each that was started ends with its words."""
-    codes = [f"exit code {code}" for code in run.codes if code not in (1, 2)]
-    shown = zip(run.started, words, strict=True)
-    return codes + [f"{word!r} is not what {one.node.name} shows" for one, word in shown if word not in one.text]
 
 
 def fault(lab: Lab, how: str, ranks: Sequence[int], act: Callable[[Run], None], *extra: str, step: int = 25) -> Run:

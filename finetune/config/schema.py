@@ -278,9 +278,6 @@ class TrainingConfig:
         "Seconds that a collective waits for a stuck rank before the run ends. Saving and loading may take longer.",
         AT_LEAST_1,
     )
-    join_timeout: int = _setting(
-        600, "Seconds that the ranks of several machines wait for each other at the start.", AT_LEAST_1
-    )
     strategy: Literal["auto", "single", "ddp", "shard"] | None = _setting(
         None,
         "GPUs: auto = as many as are worth it, single = one, ddp = all, shard = all (sharded), null = as launched.",

@@ -86,9 +86,7 @@ def test_a_file_that_one_machine_lacks_ends_all(tiny_model: Path, tiny_data: Pat
     [
         "accelerate-1+1",
         "torchrun-1+2",
-        "late-node-ranks",
-        "wrong-address-ranks",
-        "wrong-port-accelerate",
+        "ranks-1+1",
         "killed-first-torchrun",
         "link-down-accelerate",
         "rank-killed-restart",

@@ -84,7 +84,7 @@ def open_session(
     with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
-        multinode.start(config.training.join_timeout)
+        multinode.node.connect()
         from finetune.engine.job import open_job
         from finetune.engine.training import trainer  # noqa: F401  imports TRL and PEFT
 

@@ -14,14 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from finetune.runtime.ranks import distributed, interrupt, launcher, machines, rendezvous, tcp_store
+from finetune.runtime.ranks import distributed, interrupt, launcher, machines, rendezvous
 from finetune.runtime.ranks.machines import Machine
 from finetune.runtime.types import OnFailure, RankStore, Stored
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 Result = TypeVar("Result")
 
@@ -34,14 +31,12 @@ CAUSE_SECONDS = 8.0
 ALIKE_SECONDS = 1.0  # for the other ranks to fail with the same error
 STORE_SECONDS = 3.0  # for an answer of the store, or a write of run.json, when a machine is gone
 
-FAILURE = "finetune/failure"  # key of the first one in the store
 FAILED = "finetune/failed"  # key of each: with the rank and a digest of its message
 stopping = threading.Event()  # set when this rank ends, or the run does: nobody watches the others any more
 _exiting = threading.Event()  # a thread reports why this process ends, and ends it
 _on_failure: OnFailure | None = None
 _local_ranks: Mapping[int, tuple[int, float]] = {}  # process id and time of creation of the other ranks on this machine
 _shared_store: RankStore | None = None  # of ranks on several machines, which they join before there is a process group
-_early_store: Store | None = None  # kept: on rank 0, it keeps the store alive
 
 
 def announce_through(store: RankStore | None) -> None:
@@ -74,14 +69,8 @@ def _announce(message: str) -> Failure | None:
     if _shared_store is not None:
         return _call_with_timeout(STORE_SECONDS, lambda: claim(message))
     own = own_failure(message).to_json()
-    _call_with_timeout(ANNOUNCE_SECONDS, lambda: _announce_early(own))
+    _call_with_timeout(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(own))
     return None
-
-
-def _announce_early(failure: str) -> None:
-    global _early_store
-    _early_store = tcp_store.open_store(tcp_store.JoinLimit())
-    rendezvous.announce_early(_early_store, failure)
 
 
 def announce_interruption(reason: str) -> None:
@@ -117,7 +106,7 @@ def own_failure(message: str) -> Failure:
 
 def claim(message: str) -> Failure:
     """The first failure, which is this one if no other has been announced."""
-    return Failure.from_json(_failure_store().compare_set(FAILURE, "", own_failure(message).to_json()))
+    return Failure.from_json(_failure_store().compare_set(rendezvous.FAILURE, "", own_failure(message).to_json()))
 
 
 def _failure_store() -> RankStore:
@@ -251,13 +240,13 @@ def watch_other_ranks(on_failure: OnFailure | None, peers: Mapping[int, int], ea
     while not stopping.wait(FAILURE_POLL_SECONDS):
         try:
             each_second()
-            if not store.check([FAILURE]):
+            if not store.check([rendezvous.FAILURE]):
                 continue
-            failure = Failure.from_json(store.get(FAILURE))
+            failure = Failure.from_json(store.get(rendezvous.FAILURE))
         except Exception:
             if stopping.is_set():
                 return
-            if tcp_store.launcher_hosts_it():
+            if rendezvous.launcher_hosts_it():
                 interrupt.request("the end of the launcher that hosts the ranks' store")
                 rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had ended"
             else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from finetune.errors import UserError, describe
-from finetune.runtime.ranks import activity, distributed, failures, hang, launcher, machines, multinode, tcp_store
+from finetune.runtime.ranks import activity, distributed, failures, hang, launcher, machines, multinode, rendezvous
 from finetune.runtime.types import JsonObject, OnFailure
 
 _machines = 1  # on which the ranks are
@@ -35,7 +35,7 @@ def start(
     Raises:
         UserError: a process group of another size exists already.
     """
-    multinode.node().connect()
+    multinode.node.connect()
     made_here = connect(cpu=cpu, timeout_seconds=timeout_seconds)
     _extend_torch_timeouts(timeout_seconds if made_here else None)
     _start_watching(timeout_seconds, timeout_setting, on_failure)
@@ -55,7 +55,7 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
 
     choose_gloo_interface()
     made_here = not dist.is_initialized()
-    timeout = timedelta(seconds=max(tcp_store.START_SECONDS, timeout_seconds))
+    timeout = timedelta(seconds=max(rendezvous.START_SECONDS, timeout_seconds))
     arguments = {} if not made_here else _store_arguments(timeout)
     with _connection_errors():
         state = PartialState(cpu=cpu, timeout=timeout, **arguments)
@@ -97,12 +97,12 @@ def _start_watching(
         store=failures.default_store(),
         limit=timeout_seconds,
         setting=timeout_setting,
-        store_rank=None if tcp_store.launcher_hosts_it() else 0,
+        store_rank=None if rendezvous.launcher_hosts_it() else 0,
         read_activity=lambda rank: activity.read_from_process(peers[rank], here[rank][2]) if rank in peers else None,
         fail=functools.partial(failures.exit_hung, on_failure, started),
     )
     failures.set_failure_handler(on_failure, started)
-    multinode.node().hand_over()
+    multinode.node.hand_over()
     guard = hang.start(watch, failures.stopping)
     others = threading.Thread(target=failures.watch_other_ranks, args=(on_failure, peers, watch.poll), daemon=True)
     others.start()
@@ -116,7 +116,7 @@ def watching(timeout_seconds: int, timeout_setting: str | None, on_failure: OnFa
     if not distributed.connected():
         yield
         return
-    multinode.node().connect()
+    multinode.node.connect()
     _extend_torch_timeouts(timeout_seconds)
     threads = _start_watching(timeout_seconds, timeout_setting, on_failure)
     try:
@@ -156,27 +156,25 @@ def _connection_errors() -> Iterator[None]:
             raise
         chosen = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
         shown = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "no interface was set"
-        endpoint = tcp_store.endpoint(tcp_store.JoinLimit())
         raise UserError(
-            f"Rank {me.rank} on {socket.gethostname()} has found the other ranks at {endpoint} but cannot "
-            f"connect to them: {' '.join(str(error).split())[:300]} ({shown}). Set GLOO_SOCKET_IFNAME and "
+            f"Rank {me.rank} on {socket.gethostname()} has found the other ranks at {rendezvous.address()} but "
+            f"cannot connect to them: {' '.join(str(error).split())[:300]} ({shown}). Set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME on each machine to its interface towards the others (`ip -brief address` lists them), "
             "and open all TCP ports between the machines."
         ) from None
 
 
 def _store_arguments(timeout: timedelta) -> JsonObject:
-    """Arguments of `init_process_group` if this program performs the rendezvous itself; else none.
+    """Arguments of `init_process_group` if this program chooses the store; else none.
 
-    It does with several machines; if no launcher has waited for the ranks; and after a restart. The static
-    rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does with
-    several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A prefix
-    separates them.
+    It does with several machines, and after a restart. The static rendezvous (`accelerate launch`, `torchrun
+    --master-addr`) keeps its store across restarts, including the addresses of the ended ranks, to which the new ones
+    would try to connect. A prefix separates them.
     """
     me = distributed.ranks()
-    if me.on_several_machines or not tcp_store.launcher_hosts_it():
-        store = multinode.node().open_store()
-    elif launcher.restarts():
+    if me.on_several_machines:
+        store = multinode.open_store()
+    elif rendezvous.launcher_hosts_it() and launcher.restarts():
         from torch.distributed import PrefixStore, TCPStore
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -213,6 +211,6 @@ def finish() -> None:
 
         distributed.barrier()
         failures.stopping.set()
-        multinode.node().leave()
+        multinode.node.leave()
         dist.destroy_process_group()
         distributed.use_host_group(None)

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from finetune.errors import UserError
 from finetune.runtime import command
-from finetune.runtime.ranks import distributed, failures
+from finetune.runtime.ranks import distributed, failures, rendezvous
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -104,14 +104,14 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
 def test_one_rank_of_each_machine_reports(joined: HashStore, first: int | None, reports: bool) -> None:
     """Its own failure if it is the first, or the first failure of its machine."""
     if first is not None:
-        joined.set(failures.FAILURE, json.dumps({"rank": first, "message": "its own", "host": "other"}))
+        joined.set(rendezvous.FAILURE, json.dumps({"rank": first, "message": "its own", "host": "other"}))
     assert failures.claim_failure("no such file") is reports
-    announced = json.loads(joined.get(failures.FAILURE))
+    announced = json.loads(joined.get(rendezvous.FAILURE))
     assert announced["message"] == ("no such file" if first is None else "its own")
 
 
 def test_the_failure_of_another_machine_names_it(joined: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined.set(failures.FAILURE, json.dumps({"rank": 1, "message": "no such file", "host": "node-a"}))
+    joined.set(rendezvous.FAILURE, json.dumps({"rank": 1, "message": "no such file", "host": "node-a"}))
     distributed.use_host_group(object())
     assert failures.first_failure("anything") == "rank 1 on node-a: no such file"
     distributed.use_host_group(None)
