@@ -21,6 +21,7 @@ from finetune.measure import rules
 from finetune.redact import redact_arguments
 from finetune.runtime import files, launch_lines, scripts
 from finetune.runtime.command import print_line
+from finetune.runtime.machine import nvml
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -182,15 +183,11 @@ def visible_gpus() -> int:
     """The number of GPUs visible to a launch. Asks the driver, so CUDA is not initialized in this process."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([one for one in chosen.split(",") if one.strip() not in ("", "-1")])
-    try:
-        import pynvml
+    if (names := nvml.gpu_names()) is not None:
+        return len(names)
+    import torch
 
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver or no pynvml: ask torch
-        import torch
-
-        return torch.cuda.device_count()
+    return torch.cuda.device_count()
 
 
 def advice_file(config: Config, gpus: int) -> Path:
@@ -212,7 +209,7 @@ def advice_file(config: Config, gpus: int) -> Path:
             "extra": training.extra,
         },
         "gpus": gpus,
-        "names": _gpu_names(),
+        "names": nvml.gpu_names() or [],
     }
     if training.context_parallel > 1:
         decides["training"] |= {"context_parallel": training.context_parallel}
@@ -229,17 +226,6 @@ def find_advice(config: Config, gpus: int) -> JsonObject | None:
     except (OSError, ValueError, KeyError, TypeError, UserError):
         return None
     return advice | {"world_size": world, "environment": environment} if gpus == 0 or world <= gpus else None
-
-
-def _gpu_names() -> list[str]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-    except Exception:  # no driver
-        return []
 
 
 def parameter_count(name: str, revision: str | None = None) -> int | None:

@@ -58,7 +58,7 @@ def configuration(folder: Path, *extra: str) -> list[str]:
 
 def host(*gpus: Gpu, **kw: Any) -> Hardware:
     links = tuple(
-        Link(gpus=(a.index, b.index), kind="PHB", nvlinks=0, gb_per_s=None, peer_access=False)
+        Link(gpus=(a.index, b.index), kind="PHB", nvlinks=0, peer_access=False)
         for a in gpus
         for b in gpus
         if a.index < b.index

@@ -26,7 +26,6 @@ class Card:
     power_limit: int = 700
     temperature: int = 31
     processes: tuple[int, ...] = ()
-    node: int = 0
     hides_switch: bool = False  # as in a virtual machine: where its NVLinks end is not told
     refuses: tuple[str, ...] = field(default=())  # questions that it answers with an error
 
@@ -36,9 +35,7 @@ class Nvml(types.ModuleType):
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = 2, 0, 36
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 1, 2, 0, 1
-    NVML_AFFINITY_SCOPE_NODE, NVML_SUCCESS = 0, 0
-    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, NVML_FI_DEV_NVLINK_GET_SPEED = 90, 164
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
     def __init__(self, cards: Sequence[Card], links: dict[tuple[int, int], int | str]) -> None:
         """links: of each pair, a number of NVLinks or a PCI level."""
@@ -86,23 +83,11 @@ class Nvml(types.ModuleType):
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
         return self.cards[handle].temperature
 
-    def nvmlDeviceGetTemperatureThreshold(self, handle: int, threshold: int) -> int:
-        return 92
-
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: int) -> int:
-        return 1
-
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
         return 5
 
     def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
         return 8
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
-        return 16
-
-    def nvmlDeviceGetMemoryAffinity(self, handle: int, words: int, scope: int) -> list[int]:
-        return [1 << self.cards[handle].node, *[0] * (words - 1)]
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
         return [types.SimpleNamespace(pid=pid) for pid in self.cards[handle].processes]
@@ -141,10 +126,6 @@ class Nvml(types.ModuleType):
         if self.cards[handle].hides_switch:
             raise self.NVMLError("not supported")
         return types.SimpleNamespace(busId=f"bus {self._ends(handle)[link]}")
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
-        known = fields[0] == self.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-        return [types.SimpleNamespace(nvmlReturn=0 if known else 3, value=types.SimpleNamespace(uiVal=26_562))]
 
 
 def install(

@@ -16,7 +16,7 @@ from finetune.engine.monitoring import peak_memory
 from finetune.engine.monitoring.phases import PhaseTimer
 from finetune.engine.optimizer import master_weights
 from finetune.runtime import communication
-from finetune.runtime.machine import gpu_sampler
+from finetune.runtime.machine import nvml
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import PHASES
 from finetune.runtime.types import JsonObject
@@ -48,7 +48,7 @@ class RankRecord:
     allocator_retries: int
     tokens: int  # of the record's steps together, without padding
     squared_lengths: int
-    gpu: JsonObject | None  # by gpu_sampler.FIELDS
+    gpu: JsonObject | None  # by nvml.FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Monitor:
         self._exchange_shares = (0.0, 0.0)  # of a step, in its forward and backward passes
         self._exchange_seconds = 0.0  # of a step
         self._kept: list[dict[str, list[float]]] | None = None
-        self._sampler: gpu_sampler.GpuSampler | None = None
+        self._sampler: nvml.GpuSampler | None = None
         self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
         _note_norms(trainer.accelerator, self._norms)
 
@@ -129,7 +129,7 @@ class Monitor:
         me = distributed.ranks()
         self._most_here = max(distributed.gather_objects(me.local_world_size))
         if me.is_local_main:
-            self._sampler = gpu_sampler.start(me.local_world_size)
+            self._sampler = nvml.start_sampling(me.local_world_size)
 
     def close(self) -> None:
         """Stop sampling GPUs."""
@@ -270,7 +270,7 @@ class Monitor:
     def _gpu_block(self) -> list[float]:
         """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
         if machines have different numbers of them."""
-        width = len(gpu_sampler.FIELDS)
+        width = len(nvml.FIELDS)
         taken = self._sampler.take() if self._sampler else []
         taken += [[] for _ in range(self._most_here - len(taken))]
         return [value for one in taken for value in (one or [math.nan] * width)]
@@ -341,16 +341,16 @@ def _rank_record(rank: int, fields: dict[str, float], tokens: int, squares: int,
 
 def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, JsonObject]:
     """Samples by global rank, from each machine's first rank."""
-    width, found = len(gpu_sampler.FIELDS), {}
+    width, found = len(nvml.FIELDS), {}
     for sender, block in enumerate(blocks):
         for local in range(len(block) // width):
             values = block[local * width : (local + 1) * width]
-            one = dict(zip(gpu_sampler.FIELDS, values, strict=True))
+            one = dict(zip(nvml.FIELDS, values, strict=True))
             if math.isnan(one["samples"]):
                 continue
             one = {name: None if math.isnan(value) else value for name, value in one.items()}
             one["samples"] = int(one["samples"])
-            one["reasons"] = gpu_sampler.reason_names(int(one["reasons"]))
+            one["reasons"] = nvml.reason_names(int(one["reasons"]))
             found[sender + local] = one
     return found
 

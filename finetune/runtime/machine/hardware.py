@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Protocol, TypeVar
 
 from finetune.errors import describe
+from finetune.runtime.machine import nvml
 from finetune.runtime.types import JsonObject
 
 Result = TypeVar("Result")
@@ -34,8 +35,6 @@ PEAK_BF16_TFLOPS = {
 }
 # Memory held outside torch's allocator is reported above this many bytes; a CUDA context takes less than 1 GiB.
 NOTABLE_OUTSIDE_BYTES = 2.0 * 2**30
-# PCI topology levels by NVML's number, named as in `nvidia-smi topo -m`.
-PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +49,12 @@ class Gpu:
     free_gib: float | None = None
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
-    memory_clock_mhz: int | None = None
     memory_clock_max_mhz: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: int | None = None
-    temperature_limit_c: int | None = None  # the GPU throttles above it
-    pcie_generation: int | None = None  # lower than the maximum while the GPU is idle
     pcie_generation_max: int | None = None  # highest that card and machine both support
     pcie_width: int | None = None  # lanes
-    pcie_width_max: int | None = None
-    numa_node: int | None = None
     other_processes: tuple[int, ...] | None = None  # ids of the other processes that compute on it
 
 
@@ -71,7 +65,6 @@ class Link:
     gpus: tuple[int, int]  # torch's indices, the smaller first
     kind: str | None  # "NV18" = 18 NVLinks; else the PCI level: PIX, PXB, PHB, NODE or SYS
     nvlinks: int | None  # 0 if they are connected through PCI only
-    gb_per_s: float | None  # total of its NVLinks in one direction, at the rate the driver reports
     peer_access: bool | None  # whether one can read the other's memory
 
 
@@ -194,15 +187,15 @@ def survey() -> Hardware:
     """
     unknown: dict[str, str] = {}
     read = _reader(unknown)
-    nvml = read("NVML", _nvml)
-    if nvml is None:
+    driver = read("NVML", nvml.load)
+    if driver is None:
         unknown["driver"] = "NVML is not available"
-    gpus, links, first = _gpus_and_links(nvml, read, unknown)
+    gpus, links, first = _gpus_and_links(driver, read, unknown)
     return Hardware(
         **_device(first, len(gpus)),
         nccl_version=_nccl_version(read, unknown),
-        driver_version=read("driver", nvml.nvmlSystemGetDriverVersion) if nvml else None,
-        driver_gpus=read("driver_gpus", nvml.nvmlDeviceGetCount) if nvml else None,
+        driver_version=read("driver", driver.nvmlSystemGetDriverVersion) if driver else None,
+        driver_gpus=read("driver_gpus", driver.nvmlDeviceGetCount) if driver else None,
         gpus=gpus,
         links=links,
         unknown=unknown,
@@ -236,7 +229,7 @@ def _reader(unknown: dict[str, str]) -> Read:
 
 
 def _gpus_and_links(
-    nvml: ModuleType | None, read: Read, unknown: dict[str, str]
+    driver: ModuleType | None, read: Read, unknown: dict[str, str]
 ) -> tuple[tuple[Gpu, ...], tuple[Link, ...], _Properties | None]:
     """The GPUs, the links, and torch's properties of the first GPU (None without one)."""
     import torch
@@ -250,9 +243,7 @@ def _gpus_and_links(
     gpus, handles = [], []
     known = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for index, properties in enumerate(known):
-        # By UUID: NVML ignores CUDA_VISIBLE_DEVICES and may number the GPUs in another order.
-        uuid = f"GPU-{getattr(properties, 'uuid', None)}"
-        handle = read(f"NVML of GPU {index}", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
+        handle = read(f"NVML of GPU {index}", nvml.handle_of, driver, properties) if driver else None
         handles.append(handle)
         gpus.append(
             Gpu(
@@ -261,40 +252,31 @@ def _gpus_and_links(
                 compute_capability=f"{properties.major}.{properties.minor}",
                 multiprocessors=properties.multi_processor_count,
                 memory_gib=properties.total_memory / 2**30,
-                **_query_all(_GPU_QUERIES, nvml, handle, read, f" of GPU {index}"),
+                **_query_all(nvml.GPU, driver, handle, read, f" of GPU {index}"),
             )
         )
     # Once per GPU, not per pair: eight GPUs form 28 pairs, and each GPU has dozens of links to query.
-    ends = [read(f"NVLinks of GPU {index}", nvlink_ends, nvml, handle) for index, handle in enumerate(handles)]
+    ends = [read(f"NVLinks of GPU {index}", nvml.nvlink_ends, driver, handle) for index, handle in enumerate(handles)]
     pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
-    links = [_link(nvml, handles, ends, *pair, read) for pair in pairs]
+    links = [_link(driver, handles, ends, *pair, read) for pair in pairs]
     return tuple(gpus), tuple(links), known[0] if known else None
 
 
 def _link(
-    nvml: ModuleType | None, handles: list[object], ends: list[list[object] | None], one: int, other: int, read: Read
+    driver: ModuleType | None, handles: list[object], ends: list[list[object] | None], one: int, other: int, read: Read
 ) -> Link:
     import torch
 
     name = f"link of GPUs {one} and {other}"
-    kind = read(name, link_between, nvml, handles[one], handles[other], ends[one], ends[other])
+    kind = read(name, nvml.link_between, driver, handles[one], handles[other], ends[one], ends[other])
     nvlinks = int(kind.removeprefix("NV")) if kind and kind.startswith("NV") else None if kind is None else 0
-    rate = read(f"rate of {name}", nvlink_gb_per_s, nvml, handles[one]) if nvlinks else None
     peer = read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other)
     return Link(
         gpus=(one, other),
         kind=kind,
         nvlinks=nvlinks,
-        gb_per_s=None if rate is None or nvlinks is None else rate * nvlinks,
         peer_access=peer,
     )
-
-
-def _nvml() -> ModuleType:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml
 
 
 def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
@@ -309,56 +291,12 @@ def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
     return None if found is None else ".".join(map(str, found))
 
 
-# --- one GPU, through NVML ------------------------------------------------------------------------------------------
-
-Query = Callable[[ModuleType, object], object]  # of NVML and the handle of a GPU
-
-# Values that change while a GPU works, in the units of `Gpu`.
-_STATE_QUERIES: dict[str, Query] = {
-    "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-    "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-    "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-    "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    "utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-}
-_GPU_QUERIES: dict[str, Query] = {
-    "free_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**30,
-    "sm_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
-    "memory_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
-    "temperature_limit_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperatureThreshold(
-        gpu, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-    ),
-    "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
-    "pcie_generation_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
-    "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
-    "pcie_width_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
-    "numa_node": lambda nvml, gpu: _numa_node(nvml, gpu),
-    "other_processes": lambda nvml, gpu: _other_processes(nvml, gpu),
-    **{name: query for name, query in _STATE_QUERIES.items() if name != "utilization"},
-}
-
-
 def _query_all(
-    queries: Mapping[str, Query], nvml: ModuleType | None, handle: object, read: Read, of: str = ""
+    queries: Mapping[str, nvml.Query], driver: ModuleType | None, handle: object, read: Read, of: str = ""
 ) -> JsonObject:
     """The results of NVML by the names of `Gpu`; all None if NVML does not know the GPU."""
     known = handle is not None
-    return {name: read(name + of, query, nvml, handle) if known else None for name, query in queries.items()}
-
-
-def _numa_node(nvml: ModuleType, handle: object) -> int:
-    """The first NUMA node that is local to the GPU."""
-    words = nvml.nvmlDeviceGetMemoryAffinity(handle, 8, nvml.NVML_AFFINITY_SCOPE_NODE)  # 64 nodes in each word
-    nodes = [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
-    if not nodes:
-        raise RuntimeError("NVML reports no NUMA node")
-    return nodes[0]
-
-
-def _other_processes(nvml: ModuleType, handle: object) -> tuple[int, ...]:
-    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return tuple(sorted({process.pid for process in running} - {os.getpid()}))
+    return {name: read(name + of, query, driver, handle) if known else None for name, query in queries.items()}
 
 
 def gpu_state() -> JsonObject | None:
@@ -373,78 +311,9 @@ def gpu_state() -> JsonObject | None:
         return None
     index = torch.cuda.current_device()
     read = _reader({})
-    nvml = read("NVML", _nvml)
-    uuid = f"GPU-{getattr(torch.cuda.get_device_properties(index), 'uuid', None)}"
-    handle = read("handle", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
-    return {"gpu": index, **_query_all(_STATE_QUERIES, nvml, handle, read)}
-
-
-# --- links ----------------------------------------------------------------------------------------------------------
-
-
-def link_between(
-    nvml: ModuleType | None,
-    one: object,
-    other: object,
-    ends_of_one: list[object] | None,
-    ends_of_other: list[object] | None,
-) -> str:
-    """The connection of two GPUs as `nvidia-smi topo -m` prints it: NV and the number of NVLinks, or the PCI level.
-
-    Args:
-        nvml: the initialized pynvml module.
-        one, other: NVML handles; None for a GPU that NVML does not know.
-        ends_of_one, ends_of_other: `nvlink_ends` of each; None if unknown.
-
-    Raises:
-        RuntimeError: one of them is None.
-    """
-    if nvml is None or one is None or other is None:
-        raise RuntimeError("NVML does not know both GPUs")
-    try:
-        linked = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
-    except nvml.NVMLError:  # cards without NVLink reject the query
-        linked = False
-    if linked:
-        return f"NV{min(_links_to(nvml, ends_of_one or [], other), _links_to(nvml, ends_of_other or [], one))}"
-    level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
-    return PCI_LEVELS.get(level, f"NVML level {level}")
-
-
-def nvlink_ends(nvml: ModuleType | None, handle: object) -> list[object]:
-    """The remote end of each active NVLink of a GPU: the PCI address of a GPU or switch; None if unknown."""
-    found: list[object] = []
-    if nvml is None or handle is None:
-        return found
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-        except nvml.NVMLError:  # this card has fewer links
-            continue
-        try:
-            found.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-        except nvml.NVMLError:  # virtual machines hide the switch
-            found.append(None)
-    return found
-
-
-def _links_to(nvml: ModuleType, ends: list[object], to: object) -> int:
-    """Number of NVLinks that lead to a GPU: those that end there, or all if they end in a switch."""
-    return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
-
-
-def nvlink_gb_per_s(nvml: ModuleType, handle: object) -> float:
-    """Bandwidth of one NVLink in one direction, in GB/s, as `nvidia-smi nvlink -s` shows it (26.6 on an H200).
-
-    Raises:
-        RuntimeError: NVML does not report it.
-    """
-    for link_field in ("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", "NVML_FI_DEV_NVLINK_GET_SPEED"):
-        value = nvml.nvmlDeviceGetFieldValues(handle, [getattr(nvml, link_field)])[0]
-        if value.nvmlReturn == nvml.NVML_SUCCESS and value.value.uiVal:
-            return value.value.uiVal / 1000  # MB/s
-    raise RuntimeError("NVML does not report the rate of this card's NVLinks")
+    driver = read("NVML", nvml.load)
+    handle = read("handle", nvml.handle_of, driver, torch.cuda.get_device_properties(index)) if driver else None
+    return {"gpu": index, **_query_all(nvml.STATE, driver, handle, read)}
 
 
 def topology_line(hardware: Hardware) -> str:

@@ -16,7 +16,7 @@ from finetune.engine.monitoring import monitor
 from finetune.engine.monitoring.monitor import Monitor, typical_step
 from finetune.engine.training.loss import StepStatistics
 from finetune.runtime import communication
-from finetune.runtime.machine import gpu_sampler
+from finetune.runtime.machine import nvml
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.tags import PHASES
@@ -111,7 +111,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
                  "optimizer": 0.5, "other": 0.25, "own_work": 3.65, "wait": 0.0, "peak_gib": 9.0,
                  "reserved_gib": math.nan, "allocator_retries": 3.0, "top1": math.nan, "entropy": math.nan,
                  "load_balancing": 1.5, "unchanged": 30.0, "compared": 40.0}  # fmt: skip
-        blocks = [math.nan] * (2 * len(gpu_sampler.FIELDS))
+        blocks = [math.nan] * (2 * len(nvml.FIELDS))
         theirs = [4.0, 8.0, 10.0, *(other[name] for name in monitor.FIELDS), *blocks]
         assert len(own) == len(theirs)
         return [own, theirs]
@@ -214,7 +214,7 @@ def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.M
 
 
 def test_one_gpu_reports_for_all_of_its_machine() -> None:
-    width = len(gpu_sampler.FIELDS)
+    width = len(nvml.FIELDS)
     sample = [0.5, 1500.0, 400.0, 60.0, 0.0, 0.25, 4.0, float(0x04 | 0x40)]
     unknown = [math.nan] * width
     blocks = [[*sample, *unknown], [*unknown, *unknown], [*unknown, *sample], [*unknown, *unknown]]
@@ -226,11 +226,11 @@ def test_one_gpu_reports_for_all_of_its_machine() -> None:
 def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([(1.0, 0x04), (0.0, 0x24), None, (0.5, 0x20)])  # the power cap alone is not throttling
 
-    def read(handle: str) -> gpu_sampler.Sample:
+    def read(handle: str) -> nvml.Sample:
         found = next(looks)
         if found is None:
             raise RuntimeError("the GPU is lost")
-        return gpu_sampler.Sample(
+        return nvml.Sample(
             utilization=found[0],
             sm_clock_mhz=1000.0,
             power_w=math.nan,
@@ -239,11 +239,11 @@ def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -
             reasons=found[1],
         )
 
-    sampler = gpu_sampler.GpuSampler(["gpu"], read)
+    sampler = nvml.GpuSampler(["gpu"], read)
     sampler.close()
     for _ in range(4):
         sampler.sample()
     (found,) = sampler.take()
-    means = dict(zip(gpu_sampler.FIELDS, found, strict=True))
+    means = dict(zip(nvml.FIELDS, found, strict=True))
     assert (means["utilization"], means["throttled"], means["samples"], means["reasons"]) == (0.5, 2 / 3, 3, 0x24)
     assert math.isnan(means["power_w"]) and sampler.take() == [[]]
