@@ -136,6 +136,7 @@ OPENS_ITSELF = {
         "runtime.ranks.distributed",
     ],
     "/proc, /sys and /dev": [
+        "data.templates.render:_limited_memory",
         "convert.sandbox",
         "engine.model.read_ahead:free_bytes",
         "runtime.ranks.activity",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import re
-import tracemalloc
+import resource
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,15 @@ def test_the_text_equals_that_of_transformers(name: str) -> None:
     assert rendered >= 4
 
 
-DEEP = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set ns = namespace(x='x') %}{% for i in range(22) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x }}"
+DEEP = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(x='x') %}{% for i in range(40) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x }}"
 HOSTILE = {
     "repeat": "{{ 'x' * 10**7 }}",
     "repeat from the right": "{{ 10**7 * 'x' }}",
-    "a list": "{{ ([1] * 2 * 10**6)|length }}",
+    "a list": "{{ ([1] * 10**9)|length }}",
     "a list of texts": "{{ ([messages[0].content * 100] * 10**4)|join }}",
-    "a power": "{{ 10 ** (10 ** 5) }}",
-    "a tower": "{% set ns = namespace(x=9) %}{% for i in range(20) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "a power": "{% set x = 10 ** (10 ** 9) %}",
+    "a tower": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "nested loops": DEEP,
     "nested loops that print": DEEP.replace("{% endfor %}", "much text{% endfor %}", 1),
     "doubling": DOUBLING.replace("BODY", "ns.x ~ ns.x"),
@@ -94,7 +95,6 @@ HOSTILE = {
     ),
     "many large values": "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}"
     "{% set ns.x = ns.x + ['y' * (9000 + i)] %}{% endfor %}",
-    "large operators": "{% for i in range(9999) %}{% set t = 'y' * 9000 %}{% endfor %}",
     "a filter's width": "{{ 'x'|center(10**7) }}",
     "a method's width": "{{ 'x'.center(10**7) }}",
     "zfill": "{{ 'x'.zfill(10**7) }}",
@@ -115,9 +115,9 @@ HOSTILE = {
     "rounding": "{{ 1.5|round(10**5, 'ceil') }}",
     "tojson": "{{ [1, [2]]|tojson(indent=10**7) }}",
     "wrapping": "{{ ('x ' * 9000)|wordwrap(1, wrapstring='y' * 9000) }}",
-    "placeholder text": "{{ lipsum(2000) }}",
+    "placeholder text": "{{ lipsum(10**7) }}",
     "a macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a macro twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(14) }}",
+    "a macro twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
     "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([a, a]) }}{% endfor %}",
     "a large range": "{% for i in range(10**6) %}{% endfor %}",
     "constant text": "{% for a in range(999) %}" + "text " * 999 + "{% endfor %}",
@@ -128,58 +128,29 @@ HOSTILE = {
 
 @pytest.fixture
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits so low that a template that exceeds them does no harm even if nothing stops it."""
-    monkeypatch.setattr(module, "BASE_CHARACTERS", 20_000)
+    """Limits so low that a template soon exceeds them."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(module, "MAX_CHARACTERS", 20_000)
     monkeypatch.setattr(module, "PER_CHARACTER", 1)
-    monkeypatch.setattr(module, "MAX_STEPS", 2000)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the kernel")
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped_with_a_message(name: str) -> None:
-    """By a limit, before the value is created: not because Python ran out of memory."""
-    recurses = name in ("a macro", "a recursive loop", "deep nesting")
+    """Before it has taken more than the limit of memory; the limits are the former ones afterwards."""
+    former = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for marks in (False, True) if name in ("repeat", "doubling", "constant text") else (False,):
-        tracemalloc.start()
         with pytest.raises(TemplateLimit, match="The chat template .* was stopped: .* model.chat_template") as caught:
             render(HOSTILE[name], TURNS, marks=marks)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
         message = str(caught.value)
         assert len(message) < 900, message
-        assert recurses or not re.search(r"stopped: (?!OverflowError: Range too big)\w+Error:", message), message
-        assert recurses or peak < 6e6, f"{peak:,} bytes"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    assert former == (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), UserError)  # it comes from a worker process
-
-
-# Containers that contain the same object twice need no memory until they are written out, which never happens here.
-WRAPPED = {"list": "[ns.x, ns.x]", "tuple": "(ns.x, ns.x)", "dict": "{'a': ns.x, 'b': ns.x}"}
-
-
-@pytest.mark.usefixtures("low_limits")
-@pytest.mark.parametrize("name", WRAPPED)
-def test_containers_are_counted_when_they_are_created(name: str) -> None:
-    with pytest.raises(TemplateLimit, match="creates a value of more than"):
-        render(DOUBLING.replace("BODY", WRAPPED[name]).replace("{{ ns.x }}", ""), TURNS)
-
-
-STEPS = {
-    "loops": "{% for a in range(90) %}{% for b in range(90) %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(12) }}",
-}
-
-
-@pytest.mark.usefixtures("low_limits")
-@pytest.mark.parametrize("name", STEPS)
-def test_steps_are_counted(name: str) -> None:
-    with pytest.raises(TemplateLimit, match="too many steps"):
-        render(STEPS[name], TURNS)
-
-
-def test_the_time_of_a_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SECONDS", -1.0)
-    with pytest.raises(TemplateLimit, match="seconds for one conversation"):
-        render("{% for m in messages %}{% endfor %}", TURNS)
 
 
 @pytest.mark.parametrize(("count", "words"), [(1000, 1000), (4000, 40)])
