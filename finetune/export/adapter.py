@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from finetune.engine.model.expert_targets import EXPERT_NAMES
 from finetune.engine.model.experts import NUMBERS_OF_EXPERTS
-from finetune.engine.model.mergeable import why_unmergeable
+from finetune.engine.preflight.mergeable import why_unmergeable
 from finetune.errors import UserError
 from finetune.export.layout import Place
 from finetune.runtime.types import JsonObject

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from finetune.engine.model.mergeable import quantization
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
+from finetune.engine.preflight.mergeable import quantization
 from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
 from finetune.export.layout import Layout, Place

@@ -9,9 +9,8 @@ import torch
 from finetune.config import Config
 from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.engine.kernels import attention, context_attention
-from finetune.engine.model import positions
+from finetune.engine.model import positions, trial
 from finetune.engine.model.load_arguments import resolve_dtype
-from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
@@ -116,7 +115,6 @@ def _not_shared(why: str, context: ContextGroup) -> str:
     return f"{key} is {context.size}, which does not work here: {why}. Set {key} to 1."
 
 
-@torch.no_grad()
 def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -> bool:
     """Whether this rank's logits change if it has a part of a short document instead of all: something else than
     attention looks at other tokens. A process that stands in for all ranks has no tokens of theirs: there each token is
@@ -130,7 +128,7 @@ def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -
     def bounds(*lengths: int) -> JsonObject:
         return attention.batch_arguments(torch.tensor(lengths, dtype=torch.int32), device)
 
-    whole, part = _logits(
+    whole, part = trial.logits(
         model,
         dtype,
         {"input_ids": ids, "position_ids": places, **(bounds(*[1] * count * size) if alone else {})},
@@ -140,7 +138,7 @@ def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -
             **(bounds(*[1] * count) if alone else bounds(count)),
         },
     )
-    return _differ(whole[own], part, dtype)
+    return trial.differ(whole[own], part, dtype)
 
 
 def _any_attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
@@ -148,7 +146,6 @@ def _any_attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     return any(distributed.gather_objects(_attends_across_documents(model, dtype)))
 
 
-@torch.no_grad()
 def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     """Whether the logits of a packed document change with the document before it. Not every model of transformers
     passes the position ids on to where the mask is made (OPT and BioGPT do not), or the boundaries to its layers.
@@ -165,30 +162,7 @@ def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
     if model.config._attn_implementation == attention.PACKED:
         given |= attention.batch_arguments(torch.tensor([first, tokens - first], dtype=torch.int32), device)
     try:
-        found, changed = _logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
+        found, changed = trial.logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
     except UserError:  # the layers lose the boundaries
         return True
-    return _differ(found[first:], changed[first:], dtype)
-
-
-def _logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.Tensor]:
-    """The logits of rows as the trainer would compute them, float32 [tokens, vocabulary] each. Every rank calls it."""
-    keep_4bit_layout(model)
-    was_training, device = model.training, next(model.parameters()).device
-    further: JsonObject = {"use_cache": False}
-    if getattr(model.config, "output_router_logits", False):
-        further["output_router_logits"] = False  # else a load-balancing loss is computed, of the tokens of whole rows
-    model.eval()
-    try:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return [model(**row, **further).logits[0].float() for row in rows]
-    finally:
-        model.train(was_training)
-        if shard.is_sharded(model):
-            shard.reshard(model)
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits differ by more than rounding: experts may round differently beside other tokens."""
-    in_float32 = one.device.type == "cpu" and dtype == torch.float32  # GPUs may multiply in TF32
-    return bool((one - other).abs().max() > (1e-4 if in_float32 else 0.05) * one.abs().max())
+    return trial.differ(found[first:], changed[first:], dtype)

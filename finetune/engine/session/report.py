@@ -127,8 +127,7 @@ def print_activations(mode: Choice[Mode]) -> None:
 
 def _missing_exports(job: Job) -> str | None:
     """What the adapter will not be exported as, and what works."""
-    from finetune.engine.model import mergeable
-    from finetune.engine.preflight import adapter_files
+    from finetune.engine.preflight import adapter_files, mergeable
 
     adapters = getattr(job.model, "peft_config", None)
     if not adapters:

@@ -20,25 +20,6 @@ def has_fused_head(model: Model) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-@torch.no_grad()
-def is_fused_head_exact(model: Any) -> bool:
-    """Whether that forward yields the model's own log probabilities. It multiplies the output of the model's backbone
-    with the head; some models do more with it (ModernBERT's decoder), or keep their backbone where TRL does not look
-    (Llama 4's text model)."""
-    base = shard.base_model(model)
-    if base.base_model is base:
-        return False
-    embeddings = model.get_input_embeddings().weight
-    ids = torch.arange(16, device=embeddings.device)[None] % embeddings.shape[0]
-    was_training = model.training
-    model.eval()
-    found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    model.train(was_training)
-    own = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return bool((found - own).abs().max() <= 0.05 * own.abs().max())  # 16 bits round to 0.01 of it
-
-
 def loss_from_mean(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], total: torch.Tensor) -> torch.Tensor:
     """Sum of the token losses / `total`, for a model whose forward ignores the count and returns the mean over its
     micro-batch.

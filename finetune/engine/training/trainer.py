@@ -38,6 +38,7 @@ from finetune.engine.checkpoint import (
 from finetune.engine.kernels import attention, context_attention
 from finetune.engine.model import expert_load, generation_config, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
+from finetune.engine.model.trial import is_fused_head_exact
 from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.optimizer import master_weights
@@ -55,7 +56,6 @@ from finetune.engine.training.ddp_buckets import DdpBuckets
 from finetune.engine.training.loss import (
     StepStatistics,
     has_fused_head,
-    is_fused_head_exact,
     loss_from_mean,
     loss_of_part,
 )
@@ -181,8 +181,6 @@ class SFTTrainer(trl.SFTTrainer):
         if self._has_fused_head and stack.backend == "transformers" and stack.device == "cuda":
             with self.compute_loss_context_manager():
                 exact = is_fused_head_exact(self.model)
-            if self.sharded:
-                shard.reshard(self.model)
             self._has_fused_head = all(distributed.gather_objects(exact))
         self._counts_checked = False
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.training.loss import StepStatistics, is_fused_head_exact, loss_from_mean
+from finetune.engine.model.trial import is_fused_head_exact
+from finetune.engine.training.loss import StepStatistics, loss_from_mean
 from tests.helpers.tiny import make_moe
 
 
@@ -114,3 +115,12 @@ def test_a_fused_head_that_is_not_the_models_own_is_found(
         model.get_output_embeddings().weight.normal_()
     trl.trainer.utils.add_fused_lm_head(model)
     assert is_fused_head_exact(model) is exact and model.training
+
+    def broken(**given: Any) -> Any:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr(model, "forward", broken)
+    if exact:
+        with pytest.raises(RuntimeError, match="a kernel is missing"):
+            is_fused_head_exact(model)
+        assert model.training  # as it was, all the same

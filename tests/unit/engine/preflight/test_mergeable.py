@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig
 
 from finetune import cli
-from finetune.engine.model import mergeable
+from finetune.engine.preflight import mergeable
 from tests.helpers import tiny
 
 

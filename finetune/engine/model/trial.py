@@ -1,0 +1,68 @@
+"""Trials of a model on a few tokens, before it trains: whether two ways to compute the same agree up to rounding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from finetune.engine.model.loading import keep_4bit_layout
+from finetune.engine.sharding import shard
+from finetune.runtime.types import JsonObject, Model
+
+# Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
+IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
+
+
+@contextlib.contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Context without gradients and dropout, after which the model is as before: in its mode, and in its shards. Every
+    rank enters it."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        if shard.is_sharded(model):
+            shard.reshard(model)
+
+
+def logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.Tensor]:
+    """The logits of rows as the trainer would compute them, float32 [tokens, vocabulary] each. Every rank calls it.
+
+    Args:
+        dtype: that the run computes in.
+    """
+    keep_4bit_layout(model)
+    further: JsonObject = {"use_cache": False}
+    if getattr(model.config, "output_router_logits", False):
+        further["output_router_logits"] = False  # else a load-balancing loss is computed, of the tokens of whole rows
+    device = next(model.parameters()).device.type
+    with evaluating(model), torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        return [model(**row, **further).logits[0].float() for row in rows]
+
+
+def differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results differ by more than rounding in a run that computes in `dtype`."""
+    most = IN_FLOAT32 if one.device.type == "cpu" and dtype == torch.float32 else IN_16_BITS
+    return bool((one - other).abs().max() > most * one.abs().max())
+
+
+def is_fused_head_exact(model: Any) -> bool:
+    """Whether TRL's forward with a fused head yields the model's own log probabilities; with autocast if the caller has
+    it on. It multiplies the output of the model's backbone with the head; some models do more with it (ModernBERT's
+    decoder), or keep their backbone where TRL does not look (Llama 4's text model)."""
+    base = shard.base_model(model)
+    if base.base_model is base:
+        return False
+    embeddings = model.get_input_embeddings().weight
+    ids = torch.arange(16, device=embeddings.device)[None] % embeddings.shape[0]
+    with evaluating(model):
+        found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
+        whole = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    own = whole.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return bool((found - own).isfinite().all()) and not differ(own, found, torch.float32)
