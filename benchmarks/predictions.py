@@ -11,7 +11,7 @@ and in a short one what the first steps compile decides.
 Side by side they share the host, which sets the pace of short steps, and of all steps where it is busy: `--alone` runs
 one job at a time.
 `--too-large` does something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must
-refuse and a run must not survive, and then the run that the advice proposes in its place.
+refuse and a run must not survive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.models import SHAPES, build
 from benchmarks.processes import say, side_by_side
-from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY
+from finetune.advise.verdict import EFFICIENCY_TO_JUSTIFY
 
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 ONE_PACK = ["--training.per_device_train_batch_size", "1", "--training.global_batch_size", "4"]
@@ -142,7 +142,7 @@ def measure(
 
 
 def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
-    """Advice on a model that does not fit, the run as it was given, and the run as advised."""
+    """Advice on a model that does not fit, and the run as it was given."""
     model = build(options.work / options.too_large, options.too_large, options.train)
     advice, out = options.work / "too-large.json", options.work / "too-large"
     case = Case(words=[*FULL, *packs_of(2048)], environment={}, steps=10)  # short: it is the weights that do not fit
@@ -161,13 +161,9 @@ def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
     fails = run(["-m", "finetune.train", *words], allowed=(0, 1)) == 1
     as_given = json.loads((out / "run.json").read_text())
     keep(as_given={name: as_given.get(name) for name in ("status", "error")}, fails=fails)
-    fits = bool(said.get("fits_with"))
-    if fits:
-        run(["-m", "finetune.train", *words, *said["fits_with"]])
-        keep(as_advised=json.loads((out / "run.json").read_text()))
-    right = refused and fits and fails
+    right = refused and fails
     keep(verdict_right=right)
-    say(f"{options.too_large}: refused {refused}, fails {fails}, fits with {said.get('fits_with')}")
+    say(f"{options.too_large}: refused {refused}, fails {fails}")
     return int(not right)
 
 

@@ -478,9 +478,9 @@ def twenty(given: argparse.Namespace, optimizer: str) -> dict[str, Any]:
 
 def saved(out: Path, model: Path) -> dict[str, Any]:
     """Numbers in the files of a final model and of the one that it was made of; the disk has no room to keep it."""
-    from finetune.measure import sharding
+    from finetune.measure import held
 
-    counts = [found.total if (found := sharding.read_sizes(folder)) else 0 for folder in (out, model)]
+    counts = [found.total if (found := held.read_sizes(folder)) else 0 for folder in (out, model)]
     files = sorted(out.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     for file in files:

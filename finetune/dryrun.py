@@ -24,7 +24,7 @@ from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
 from finetune.engine.session import disk_checks, opening, report
 from finetune.errors import RunError, UserError
-from finetune.measure import sharding, slices, strategy
+from finetune.measure import held, slices, strategy
 from finetune.measure.dry_run_report import TrialResult, launch_line, print_report
 from finetune.redact import redact_tree
 from finetune.runtime import files, scripts, subprocesses
@@ -90,11 +90,13 @@ def run(config: Config, devices: int | None = None, *, longest: bool = False) ->
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None
-        sizes = sharding.read_sizes(folder) if folder is not None else None
+        sizes = held.read_sizes(folder) if folder is not None else None
         dense = sizes.dense_layers if sizes is not None else 0
         if folder is not None and layers is not None and slices.slice_layers(layers, dense) is not None:
             from finetune.measure.dry_run_slices import measure_slices  # it imports torch
 
+            if longest:
+                print_line("The longest row is not measured: a sharded model is measured in slices.")
             return measure_slices(config, folder, layers, world)
     collectives = None
     if devices is None:
@@ -181,7 +183,7 @@ def measure(
             )
         job = open_job()
         # After the backend, which open_job starts.
-        from finetune.measure import dry_run, dry_run_modes, longest_row, micro_batch, trial
+        from finetune.measure import dry_run, longest_row, micro_batch, trial
 
         mode = longest_row.choose(job, None)
         resolved = job.config = mode.value.set_in(job.config) if mode.made else job.config
@@ -195,7 +197,7 @@ def measure(
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:
             with dry_run.time_limit(END_SECONDS, config, Path(folder)):
                 trying = (prepare or trial.prepare)(job, Path(folder))
-                modes = dry_run_modes.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
+                modes = longest_row.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
                 outcome = dry_run.run_trial(trying, Path(folder), world, modes)
                 resolved = modes.choice.value.set_in(resolved) if modes.choice.made else resolved
     except RunError as error:

@@ -14,7 +14,7 @@ from finetune.config import Config, resolve_batch
 from finetune.config.arguments import why_not_in_script
 from finetune.config.batch import fewest_ranks
 from finetune.config.load import FINETUNE
-from finetune.config.rules import Mode, less_activation_memory
+from finetune.config.rules import Mode
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.measurements import Measurement
@@ -26,7 +26,6 @@ from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 PER_DEVICE = "--training.per_device_train_batch_size"
-OPTIMIZER = "--training.optim"
 EFFORT = {"runs": 3, "steps": 30}  # for the all-reduce: the shape of the curve matters, not its confidence interval
 
 
@@ -38,8 +37,6 @@ class DryRunResult:
     reason: str | None = None
     recommended: int | None = None  # micro-batch size found by the dry run's search
     full: bool = False  # the device ran out of memory
-    state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
-    sharded: list[JsonObject] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
     config: JsonObject | None = None  # the resolved configuration, if it is known
     longest_rows: JsonObject | None = None  # each way to keep activations, measured
@@ -130,8 +127,6 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
         reason=None if go else report["reason"],
         recommended=report.get("micro_batch_search", {}).get("recommended") if go else None,
         full=not go and bool(report.get("out_of_memory")),
-        state_fits=go or bool(report.get("state_fits", True)),
-        sharded=report.get("sharded", {}).get("rows"),
         master_weights=report.get("master_weights") if go else None,
         config=report.get("config"),
         longest_rows=report.get("longest_rows"),
@@ -184,8 +179,6 @@ class Change:
     name: str
     arguments: tuple[str, ...]
     same_result: bool
-    instead_of: str | None = None  # a setting that it replaces
-    of_rows: bool = False  # it only reduces the memory of a micro-batch's rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,64 +273,6 @@ def choose_changes(bench: DryRunner, found: Sequence[Improvement]) -> tuple[str,
     both = bench.try_out(together).measured
     alone = bench.try_out(same[0]).measured
     return together if both is not None and speed(both) >= speed(alone) else same[0]
-
-
-def remedies(config: Config, on_cpu: bool, base: DryRunResult) -> list[Change]:
-    """Changes that need less memory, the mildest first; each is tried in addition to the previous ones.
-
-    Args:
-        base: the dry run that ran out of memory.
-    """
-    found = []
-    if resolve_batch(config.training, 1, config.data).per_device > 1:
-        found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True, of_rows=True))
-    if base.fits_with:
-        name = "another way to keep activations"
-        found.append(Change(name=name, arguments=base.fits_with, same_result=True, of_rows=True))
-    elif not config.training.gradient_checkpointing:
-        backend = "transformers" if config.model.backend == "transformers" else "unsloth"
-        ((key, kind),) = less_activation_memory(config, backend).items()
-        arguments = (f"--{key}", kind)
-        found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
-    if config.model.full_finetuning:
-        if config.training.adam_in_full and not on_cpu:
-            name = "8-bit Adam"
-            found.append(Change(name=name, arguments=(OPTIMIZER, "adamw_8bit"), same_result=False))
-        name, arguments = "LoRA instead of full fine-tuning", ("--model.full_finetuning", "false")
-        found.append(Change(name=name, arguments=arguments, same_result=False, instead_of=OPTIMIZER))
-    if not config.model.load_in_4bit and not on_cpu:
-        found.append(Change(name="4 bits (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
-    half = max(config.data.document_length // 2, 1) if config.data.document_length else 2048
-    shorter = ("--data.max_length", str(half))
-    if config.data.packing:
-        shorter += ("--data.pack_length", str(half))
-    name = f"rows of at most {half} tokens"
-    found.append(Change(name=name, arguments=shorter, same_result=False, of_rows=True))
-    return found
-
-
-def make_fit(
-    config: Config, bench: DryRunner, on_cpu: bool, base: DryRunResult
-) -> tuple[list[Change], DryRunResult | None]:
-    """Add one remedy after the other until a dry run succeeds.
-
-    Args:
-        base: the dry run that ran out of memory.
-
-    Returns:
-        The remedies, and the dry run that succeeded; None if none did.
-    """
-    left, taken, last = bench.applicable(remedies(config, on_cpu, base)), list[Change](), base
-    while useful := [change for change in left if last.state_fits or not change.of_rows]:
-        change = useful[0]
-        left.remove(change)
-        trying = [*(one for one in taken if one.arguments[0] != change.instead_of), change]
-        result = bench.try_out([word for one in trying for word in one.arguments])
-        if result.measured is not None:
-            return trying, result
-        if result.full:  # not refused for another reason
-            taken, last = trying, result
-    return taken, None
 
 
 def micro_batch_size(config: Config, world: int, most: int | None) -> int:

@@ -11,11 +11,9 @@ from rich.table import Table
 from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
 from finetune.engine.monitoring.metrics import parameters_text
-from finetune.measure import rules
 from finetune.measure.dry_run_report import duration, print_longest_rows
 from finetune.measure.measurements import Measurement
 from finetune.runtime.command import print_line
-from finetune.runtime.machine.hardware import Hardware
 from finetune.text import counted
 
 
@@ -53,13 +51,6 @@ def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) ->
     )
 
 
-def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
-    """The verdict of the rule set study2025, given the predicted efficiency of two devices."""
-    two = next((row.efficiency for row in found[1:] if row.world_size == 2), None)
-    ruled = rules.study2025(parameters, global_batch_size, two, gpus=max(machine.count, 1))
-    return {"verdict": ruled.verdict, "reason": ruled.reason}
-
-
 def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
     """Print the advice: improvements on one device, the table of world sizes, the decision."""
     for one in advice["improvements"]:
@@ -81,8 +72,6 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
         print_line(describe(row))
     for text in advice["notes"]:
         print_line(text)
-    rule = advice["study2025"]
-    print_line(f"Rule set study2025: {rule['verdict']} ({rule['reason']}).")
     print_line(f"ADVICE: {advice['reason']}.", style="green")
     if advice["launch"]:
         print_line(f"  {advice['launch']}")
@@ -110,6 +99,4 @@ def describe(row: Row) -> str:
     if row.prediction is not None and row.break_even_steps:  # 0: both start up as long
         first, steps = math.ceil(row.break_even_steps), row.prediction.steps
         text += f". They finish first in runs of {counted(first, 'step')} or more; this run has {steps:,.0f}"
-    if row.price_of_an_hour_saved is not None:
-        text += f". Each hour saved costs {row.price_of_an_hour_saved:,.2f}"
     return text + "."

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from finetune.measure import held
 from finetune.measure.predict import Curve, Prediction, Work, predict
-from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
+EFFICIENCY_TO_JUSTIFY = 0.7  # below this, a second GPU is not worth it
 LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
 
 
@@ -33,7 +34,6 @@ class Row:
     fits: bool | None = None  # None: the device's memory is unknown
     cost: float | None = None
     break_even_steps: float | None = None
-    price_of_an_hour_saved: float | None = None
 
     @property
     def eligible(self) -> bool:
@@ -116,7 +116,7 @@ def _row(
         per_device=work.per_device,
         prediction=prediction,
         efficiency=1.0,
-        fits=None if memory is None else (measured or prediction.peak_memory_bytes <= MEMORY_MARGIN * memory),
+        fits=None if memory is None else (measured or held.fits(prediction.peak_memory_bytes, held.limit_of(memory))),
         cost=None if price is None else prediction.cost(price),
     )
 
@@ -129,7 +129,6 @@ def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> R
         row,
         efficiency=several.efficiency(single),
         break_even_steps=several.break_even_steps(single),
-        price_of_an_hour_saved=None if price is None else several.price_of_an_hour_saved(single, price),
     )
     return replace(row, reason=_reason(row, several, single, work.memory_bytes))
 
@@ -141,7 +140,8 @@ def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float 
     lost = f"{several.exposed_fraction:.0%} of a step is waiting for communication"
     if row.fits is False:
         need = several.peak_memory_bytes / 2**30
-        return f"needs {need:.1f} GiB of a GPU's {(memory_bytes or 0) / 2**30:.1f}, above the margin of {MEMORY_MARGIN}"
+        of = (memory_bytes or 0) / 2**30
+        return f"needs {need:.1f} GiB of a GPU's {of:.1f}, above the margin of {held.MEMORY_MARGIN}"
     if faster <= 1:
         return f"{world} are slower than {number(one.world_size)} ({faster:.2f} times): {lost}"
     if several.hours >= one.hours:

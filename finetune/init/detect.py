@@ -15,14 +15,12 @@ from finetune.data.prepare import SAMPLE_ROWS
 from finetune.data.remote import is_url
 from finetune.engine.preflight import adapter_files, config_checks
 from finetune.errors import UserError
-from finetune.measure import strategy
-from finetune.measure.rules import MEMORY_MARGIN
+from finetune.measure import held
 from finetune.runtime import files
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
-BYTES_PER_PARAMETER = 2  # bfloat16
 # The share of the rows to hold out, by their number: each is drawn by itself, so that of few rows it may be none.
 HELD_OUT, HELD_OUT_OF_FEW = 0.02, 0.1
 ENOUGH_ROWS, FEW_ROWS = 500, 100
@@ -89,7 +87,7 @@ def model(name: str) -> Model:
     return Model(
         name=name,
         folder=str(found),
-        parameters=strategy.parameter_count(str(found)),
+        parameters=sizes.total if (sizes := held.read_sizes(found)) is not None else None,
         has_template=bool(template),
         renders_tools="tool_calls" in template,
     )
@@ -169,8 +167,8 @@ def method(model: Model, machine: Hardware) -> tuple[str, str]:
     """The method to suggest (lora or qlora), and why: QLoRA if the weights alone would fill the usable GPU memory."""
     if model.parameters is None or machine.memory_gib is None:
         return "lora", "trains a small adapter on the frozen model"
-    needed = BYTES_PER_PARAMETER * model.parameters / 2**30
-    if needed > MEMORY_MARGIN * machine.memory_gib:
+    needed = held.storage(Config()).kept(model.parameters, 0) / 2**30  # of LoRA: frozen, in 16 bits
+    if not held.fits(needed, held.limit_of(machine.memory_gib)):
         return "qlora", f"the weights need {needed:.0f} GiB in 16 bits and the GPU has {machine.memory_gib:.0f} GiB"
     return "lora", f"the weights need {needed:.1f} GiB in 16 bits and the GPU has {machine.memory_gib:.0f} GiB"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from finetune.config.rules import Mode
-from finetune.measure.rules import MEMORY_MARGIN
+from finetune.measure import held
 from finetune.runtime.types import JsonObject
 
 NOISE = 0.02  # two modes whose speed differs by less are equally fast
@@ -95,9 +95,9 @@ class Measured:
         found = [one for one in (self.line.longest(limit_bytes), self.host_tokens) if one is not None]
         return min(found, default=None)
 
-    def fits(self, tokens: int, limit_bytes: float) -> bool:
-        """Whether a micro-batch of so many tokens fits."""
-        if self.line is None or self.line.peak_bytes(tokens) > limit_bytes:
+    def fits(self, tokens: float, limit_bytes: float, *, margin: bool = True) -> bool:
+        """Whether a micro-batch of so many tokens fits; the limit and the margin are those of `held.fits`."""
+        if self.line is None or not held.fits(self.line.peak_bytes(tokens), limit_bytes, margin=margin):
             return False
         return self.host_tokens is None or tokens <= self.host_tokens
 
@@ -107,7 +107,7 @@ class Measured:
         if self.line is None or (self.host_tokens is not None and tokens > self.host_tokens):
             return None
         each = ((ranks, self.line.peak_bytes(tokens / ranks)) for ranks in RANKS)
-        return next((ranks for ranks, peak in each if peak <= limit_bytes), None)
+        return next((ranks for ranks, peak in each if held.fits(peak, limit_bytes)), None)
 
     def seconds(self, tokens: float, squared_lengths: float) -> float:
         """Predicted seconds of passes on documents of so many tokens in all, from those of the longest measured one: of
@@ -162,13 +162,9 @@ def most_frugal(found: Sequence[Measured], limit_bytes: float) -> Measured | Non
     return max((one for one in found if one.line is not None), key=longest, default=None)
 
 
-def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float, world_size: int = 1) -> str | None:
+def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> str | None:
     """The settings that hold the largest micro-batch, or the number of GPUs that hold it together; None if neither is
-    known to.
-
-    Args:
-        world_size: that a model is sharded over.
-    """
+    known to."""
     if (chosen := fastest(found, rows, limit_bytes)) is not None:
         return chosen.mode.text
     fewest = [(ranks, one) for one in found if (ranks := one.ranks(rows.most, limit_bytes)) is not None]
@@ -176,14 +172,14 @@ def remedy(found: Sequence[Measured], rows: Rows, limit_bytes: float, world_size
         return None
     ranks, one = min(fewest, key=lambda pair: pair[0])
     ranks *= rows.shared_by
-    return f"{one.mode.text}, with training.context_parallel: {ranks} on {-(-world_size // ranks) * ranks} GPUs"
+    return f"{one.mode.text}, with training.context_parallel: {ranks} on {ranks} GPUs"
 
 
 def to_dict(found: Sequence[Measured], rows: Rows, limit_bytes: float) -> JsonObject:
     """The measured modes for reports and run.json."""
     return {
         "limit_gib": limit_bytes / 2**30,
-        "margin": MEMORY_MARGIN,
+        "margin": held.MEMORY_MARGIN,
         "rows": asdict(rows),
         "modes": [_entry(one, rows, limit_bytes) for one in found],
     }

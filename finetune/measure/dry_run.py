@@ -22,9 +22,9 @@ from finetune.engine.checkpoint import output_folder
 from finetune.engine.job import Job
 from finetune.engine.session import out_of_memory
 from finetune.errors import RunError
-from finetune.measure import measurements, micro_batch, slices
-from finetune.measure.dry_run_modes import DoesNotFit, TrialModes
+from finetune.measure import measurements, micro_batch, probe, slices
 from finetune.measure.dry_run_report import TrialResult
+from finetune.measure.longest_row import DoesNotFit, TrialModes
 from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
 from finetune.measure.predict import exchange_seconds, predict
@@ -32,9 +32,6 @@ from finetune.measure.trial import (
     ENOUGH,
     LIMIT_SECONDS,
     Trial,
-    saved_bytes,
-    saved_bytes_without_checkpointing,
-    training_state_fits,
 )
 from finetune.runtime import bootstrap
 from finetune.runtime.command import FAILED, console, print_line
@@ -76,11 +73,8 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
             raise
         full = str(error)  # not the error itself: its frames keep the memory allocated
     if full or measured is None:
-        if not training_state_fits(trial.trainer):
-            reason = (
-                "weights, gradients and optimizer state fill the device before any row is processed; "
-                "`finetune advise` searches for settings that fit."
-            )
+        if not probe.training_state_fits(trial.trainer):
+            reason = "weights, gradients and optimizer state fill the device before any row is processed."
             facts = {"out_of_memory": True, "state_fits": False}
             return TrialResult(go=False, reason=f"{full} Tried: {reason}", measured=facts)
         sizes = search_micro_batch(trial, world, modes, start=None)
@@ -93,8 +87,8 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
     if (own := modes.of(modes.choice.value)) is not None:
         modes.note_proof(own, measured.peak_memory_bytes)
     rows = trial.job.layout, trial.job.batch.per_device
-    kept = saved_bytes(trainer, *rows) if slices.is_slice() else None
-    all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
+    kept = probe.saved_bytes(trainer, *rows) if slices.is_slice() else None
+    all_kept = probe.saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
     saved = None
     if kept is None:  # slices are of no other run
         saved = measurements.save(measured)  # before the search, which may end badly
@@ -258,7 +252,7 @@ def _too_large(message: str, sizes: JsonObject) -> str:
             f"({sizes['flag']})."
         )
     if sizes["attempts"]:
-        return f"{message} Tried: no smaller micro-batch fits either; `finetune advise` searches for settings that fit."
+        return f"{message} Tried: no smaller micro-batch fits either."
     return message
 
 

@@ -214,21 +214,18 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
     if (shared := found.whole.shared_by) > 1:
         print_line(_as_one_of(shared))
     shown = Table(title="Sharded", title_justify="left")
-    for name in ("GPUs", "GiB on each", "step, ms", "of it waiting", "tokens/s", "longest row that fits"):
+    for name in ("GPUs", "GiB on each", "step, ms", "of it waiting", "tokens/s"):
         shown.add_column(name, justify="right")
     for row in result["sharded"]["rows"]:
-        waits, longest = row["exposed_seconds"], row["longest_row_tokens"]
+        waits = row["exposed_seconds"]
         shown.add_row(
             str(row["world_size"]),
             f"{row['peak_memory_gib']:.2f}" + ("" if row["fits"] else " (does not fit)"),
             f"{1e3 * row['step_seconds']:,.1f}" + ("" if waits is not None else " + communication"),
             "not measured" if waits is None else f"{1e3 * waits:,.1f}",
             f"{row['tokens_per_second']:,.0f}",
-            "-" if longest is None else f"{longest:,}",
         )
     console().print(shown)
-    if result["longest_rows"] is not None:
-        print_longest_rows(result["longest_rows"])
     if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
         what = "gathering weights takes" if shared == 1 else "gathering weights and exchanging rows take"
         print_line(f"`finetune bench comm` on the GPUs of the run measures how long {what}.")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config import Config, fixed_batch_arguments, resolve_batch
@@ -13,16 +11,13 @@ from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import shard
 from finetune.errors import RunError
 from finetune.measure import (
-    activations,
     dry_run_report,
+    held,
     measurements,
-    rules,
-    sharding,
     slices,
     strategy,
     subprocess_dry_run,
 )
-from finetune.measure.activations import Measured, Rows
 from finetune.measure.measurements import Measurement
 from finetune.redact import redact_tree
 from finetune.runtime.command import DONE, FAILED, console, print_line
@@ -41,7 +36,7 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     Raises:
         RunError: a slice does not train.
     """
-    sizes = sharding.read_sizes(folder)
+    sizes = held.read_sizes(folder)
     if sizes is None:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
     cut = slices.slice_layers(layers, sizes.dense_layers)
@@ -91,52 +86,21 @@ def measure_slices(config: Config, folder: Path, layers: int, world: int) -> int
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
     found = slices.from_slices(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
-    result = sharded_result(found, tokens, world, Longest.read(reports, cut))
+    result = sharded_result(found, tokens, world)
     result |= {"measurement_file": str(slices.save(found)), **about}
     dry_run_report.print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Longest:
-    """Ways to keep activations, measured in two slices of the model, of which `own` is the job's."""
-
-    few: list[Measured]
-    more: list[Measured]
-    cut: tuple[int, int]
-    rows: Rows
-    own: JsonObject
-
-    @classmethod
-    def read(cls, reports: Sequence[JsonObject], cut: tuple[int, int]) -> Longest | None:
-        """From the dry runs of two slices; None if they ran without a limit of memory."""
-        longest = [one["longest_rows"] for one in reports]
-        if None in longest:
-            return None
-        few, more = ([Measured.from_dict(mode) for mode in one["modes"]] for one in longest)
-        return cls(few=few, more=more, cut=cut, rows=Rows(**longest[1]["rows"]), own=longest[1]["own"])
-
-    def whole(self, found: slices.Sharded, world: int, limit: float) -> list[Measured]:
-        """In all layers, on one of so many ranks."""
-        return slices.whole_modes(self.few, self.more, self.cut, found, world, limit)
-
-    def own_longest(self, found: slices.Sharded, world: int, limit: float) -> int | None:
-        """Tokens of the longest row that fits as the job keeps its activations."""
-        modes = self.whole(found, world, limit)
-        own = next((one for one in modes if vars(one.mode).items() <= self.own.items()), None)
-        return None if own is None else own.longest(limit)
-
-
-def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Longest | None) -> JsonObject:
+def sharded_result(found: slices.Sharded, tokens: int, world: int) -> JsonObject:
     """Figures by number of ranks on which the global batch divides, and whether `world` of them hold the model.
 
     Args:
         tokens: of the longest micro-batch.
-        longest: None on a device without a limit.
     """
     whole, gib = found.whole, 2**30
     device = whole.memory_bytes
-    limit = None if device is None else rules.MEMORY_MARGIN * device
+    limit = None if device is None else held.limit_of(device)
     rows = []
     worlds: set[int] = {*SHARDED_WORLDS, *([world] if world > 1 else [])}
     backend = "gloo" if device is None else "nccl"
@@ -161,8 +125,7 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
                 "exposed_seconds": one.exposed_seconds if known else None,
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
-                "fits": limit is None or one.peak_memory_bytes <= limit,
-                "longest_row_tokens": longest and limit and longest.own_longest(found, ranks, limit),
+                "fits": held.fits(one.peak_memory_bytes, limit),
             }
         )
     fitting = [row["world_size"] for row in rows if row["fits"]]
@@ -170,18 +133,11 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int, longest: Long
     if world not in fitting:
         where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} are not enough either"
         reason = f"the job does not fit on {world} GPUs; {where}"
-    modes = None
-    if longest is not None and limit is not None:
-        there = longest.whole(found, world, limit)
-        modes = activations.to_dict(there, longest.rows, limit) | {"own": longest.own, "proof": None}
-        if reason is not None and (settings := activations.remedy(there, longest.rows, limit, world)) is not None:
-            reason += f"; on {world} it is predicted to fit with {settings}"
     kept = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {
         "go": reason is None,
         "reason": reason,
         "sharded": {"rows": rows, "activation_gib": kept, "device_gib": device and device / gib},
-        "longest_rows": modes,
         "longest_row_tokens": tokens // whole.per_device,
         "measurement": whole.to_dict(),
     }

@@ -7,13 +7,10 @@ passes on the longest rows that follow: those of the dry run, or of the run.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
 from finetune.data.layout import Layout
@@ -23,12 +20,12 @@ from finetune.engine.model import positions, read_ahead
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.session.choice import AS_CONFIGURED, Choice
+from finetune.engine.session.report import activations_line
 from finetune.engine.training import recompute
 from finetune.errors import RunError, UserError
-from finetune.measure import activations, measurements, micro_batch
+from finetune.measure import activations, held, measurements, micro_batch, probe
 from finetune.measure.activations import Measured, Point, Rows
-from finetune.measure.micro_batch import Memory
-from finetune.measure.rules import MEMORY_MARGIN
+from finetune.measure.probe import Passes
 from finetune.runtime.command import console
 from finetune.runtime.ranks import activity, distributed
 from finetune.runtime.types import JsonObject
@@ -36,6 +33,7 @@ from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
+    from finetune.measure.trial import Trial
 
 SHORT_TOKENS = 2048  # or the job's longest row, if that is shorter: what cannot hold it, cannot hold the job
 PROBE_TOKENS = 256  # of ranks that share a model or rows: if one ran out of memory, the others would wait for it
@@ -53,7 +51,7 @@ def measure(
     layout: Layout,
     size: ModelSize,
     modes: Sequence[Mode],
-    memory: Memory,
+    memory: held.Memory,
     over: Callable[[], bool] = lambda: False,
 ) -> list[Measured]:
     """Measure each mode that the model can have, with what training will hold besides. Every rank calls it; what the
@@ -83,35 +81,35 @@ def apply(trainer: SFTTrainer, mode: Mode) -> None:
         trainer.set_recomputation(wanted)
 
 
-def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mode, memory: Memory) -> Measured:
+def _measure_mode(trainer: SFTTrainer, layout: Layout, size: ModelSize, mode: Mode, memory: held.Memory) -> Measured:
     table = positions.limit(trainer.model)
     most = None if table is None else max(table // MULTIPLE * MULTIPLE, MULTIPLE)
     longest = int(layout.tokens.max()) if most is None else min(int(layout.tokens.max()), most // 2)
     short = min(SHORT_TOKENS, max(longest // MULTIPLE * MULTIPLE, MULTIPLE))
     limit = least(memory.limit_bytes)
-    micro_batch.free_gradients(trainer)
+    probe.free_gradients(trainer)
     memory.reset()
-    to_come = micro_batch.bytes_not_yet_allocated(trainer)
-    held = max(distributed.gather_objects(memory.peak_bytes() + to_come))
+    to_come = held.bytes_not_yet_allocated(trainer)
+    before = max(distributed.gather_objects(memory.peak_bytes() + to_come))
 
     def passes(tokens: int) -> Point | None:
-        return try_document(trainer, layout, tokens, memory, to_come)
+        return _everywhere(probe.on_document(trainer, layout, tokens, memory, PASSES), tokens, to_come)
 
     def measured(*points: Point | None, host: int | None = None) -> Measured:
         found = tuple(one for one in points if one is not None)
         cost = training_flops(size, tokens=0, squared_lengths=1) / training_flops(size, tokens=1, squared_lengths=0)
-        return Measured(mode=mode, held_bytes=held, points=found, square_cost=cost, host_tokens=host)
+        return Measured(mode=mode, held_bytes=before, points=found, square_cost=cost, host_tokens=host)
 
     if trainer.sharded or trainer.context.processes > 1:
-        probe = passes(PROBE_TOKENS)
-        if probe is None or held + (probe.peak_bytes - held) * short / PROBE_TOKENS > limit:
-            return measured(probe)
+        first = passes(PROBE_TOKENS)
+        if first is None or before + (first.peak_bytes - before) * short / PROBE_TOKENS > limit:
+            return measured(first)
     first = passes(short)
     if first is None:
         return measured()
     host = host_tokens(trainer, size, mode)
     most = min((one for one in (most, host) if one is not None), default=None)
-    tokens = longer_document(first, held, limit, size, most)
+    tokens = longer_document(first, before, limit, size, most)
     return measured(first, None if tokens is None else passes(tokens), host=host)
 
 
@@ -123,7 +121,7 @@ def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
     each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
     shared, processes = trainer.context.size, trainer.context.processes
     ranks = distributed.ranks().local_world_size * shared // processes  # a stand-in shares the host with the others
-    available = MEMORY_MARGIN * read_ahead.free_bytes() / ranks
+    available = held.MEMORY_MARGIN * read_ahead.free_bytes() / ranks
     return int(min(distributed.gather_objects(available)) / each * shared)
 
 
@@ -152,58 +150,17 @@ def _flops(size: ModelSize, tokens: int) -> float:
     return training_flops(size, tokens=tokens, squared_lengths=tokens**2)
 
 
-def try_document(
-    trainer: SFTTrainer, layout: Layout, tokens: int, memory: Memory, to_come: float = 0.0
-) -> Point | None:
-    """Passes on one document of so many tokens, made of the longest of the job's. None if memory ran out on any
-    rank.
-
-    Args:
-        to_come: bytes that a rank will hold in training and does not yet.
-    """
-    row = int(layout.largest_first()[0])
-    ids, labels = max(layout[row], key=lambda document: len(document[0]))
-    document = np.resize(ids, tokens), np.resize(labels, tokens)
-    packed = layout.packs.pack_length is not None
-    batch = trainer.collate_rows([[document]], pack_length=tokens if packed else None)
-    with _unsloth_length(trainer.model, tokens):
-        passed = micro_batch.run_passes(trainer, batch, int((document[1][1:] >= 0).sum()), memory, PASSES)
-    everywhere = distributed.gather_objects(passed)
-    if None in everywhere:
+def _everywhere(passed: Passes | None, tokens: int, to_come: float) -> Point | None:
+    """Passes of all ranks on so many tokens: the fullest and the slowest. None if memory ran out on any."""
+    everyone = distributed.gather_objects(passed)
+    if None in everyone:
         return None
     return Point(
         tokens=tokens,
-        peak_bytes=max(one.peak_bytes for one in everywhere) + to_come,
-        seconds=max(one.seconds for one in everywhere),
-        first_seconds=max(one.first_seconds for one in everywhere),
+        peak_bytes=max(one.peak_bytes for one in everyone) + to_come,
+        seconds=max(one.seconds for one in everyone),
+        first_seconds=max(one.first_seconds for one in everyone),
     )
-
-
-def try_longest(trainer: SFTTrainer, job: Job, memory: Memory) -> float | None:
-    """Peak memory of one pass on the job's largest micro-batch, with what training will hold besides; None if memory
-    ran out."""
-    found = micro_batch.longest_rows(job.layout, job.batch.per_device)
-    batch = trainer.collate_rows(job.layout.__getitems__(found.tolist()), pack_length=job.layout.packs.pack_length)
-    passed = micro_batch.run_passes(trainer, batch, int(job.layout.label_tokens[found].sum()), memory, 1)
-    return None if passed is None else passed.peak_bytes + micro_batch.bytes_not_yet_allocated(trainer)
-
-
-@contextlib.contextmanager
-def _unsloth_length(model: object, tokens: int) -> Iterator[None]:
-    """Context in which Unsloth's model takes rows of so many tokens: it cuts longer ones than it was loaded for."""
-    found = [
-        module
-        for module in getattr(model, "modules", list)()
-        if isinstance(length := vars(module).get("max_seq_length"), int) and length < tokens
-    ]
-    before = [module.max_seq_length for module in found]
-    for module in found:
-        module.max_seq_length = tokens
-    try:
-        yield
-    finally:
-        for module, length in zip(found, before, strict=True):
-            module.max_seq_length = length
 
 
 def least(limit_bytes: float | None) -> float:
@@ -217,7 +174,7 @@ def least(limit_bytes: float | None) -> float:
 
 def rows(job: Job) -> Rows:
     """What of the job's rows decides memory and speed."""
-    longest = micro_batch.longest_rows(job.layout, job.batch.per_device)
+    longest = probe.longest_rows(job.layout, job.batch.per_device)
     return Rows(
         most=int(job.layout.micro_batch_tokens(longest, job.context.size)),
         longest=int(job.layout.tokens.max()),
@@ -261,7 +218,7 @@ def choose(job: Job, kept: JsonObject | None) -> Choice[Mode]:
             return Choice(value=mode, reason="as in the checkpoint")
     loaded = recompute.resolve(LOADED_AS, job.stack.backend)
     plain = next(one for one in modes if one.gradient_checkpointing == loaded)
-    limit = micro_batch.Memory(job.stack.device).limit_bytes
+    limit = held.Memory(job.stack.device).limit_bytes
     if limit is None:
         return Choice(value=plain, reason="as on any CPU, which has no memory of its own to fill")
     earlier, wanted = find(job), rows(job)
@@ -279,7 +236,7 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[Mode]:
         RunError: none holds it.
     """
     began = time.perf_counter()
-    memory = micro_batch.Memory(job.stack.device)
+    memory = held.Memory(job.stack.device)
     with activity.during("measuring how activations are kept"):
         found = measure(trainer, job.layout, job.size, ladder(job), memory)
     process_memory.reset()
@@ -298,15 +255,12 @@ def decide(wanted: Rows, found: Sequence[Measured], limit: float) -> Choice[Mode
     if (chosen := activations.fastest(found, wanted, limit)) is not None:
         return Choice(value=chosen.mode, reason=_why(chosen, wanted, limit))
     frugal = activations.most_frugal(found, limit)
-    if frugal is None or not fits_without_margin(frugal, wanted, limit):
+    if frugal is None or not frugal.fits(wanted.most, limit, margin=False):
         raise RunError(refusal(found, wanted, limit))
-    why = f"the one that needs the least memory: {_need(frugal, wanted, limit)}, above the margin of {MEMORY_MARGIN}"
+    why = (
+        f"the one that needs the least memory: {_need(frugal, wanted, limit)}, above the margin of {held.MEMORY_MARGIN}"
+    )
     return Choice(value=frugal.mode, reason=why)
-
-
-def fits_without_margin(one: Measured, wanted: Rows, limit: float) -> bool:
-    """Whether the largest micro-batch fits if nothing of the memory is kept free."""
-    return one.fits(wanted.most, limit / MEMORY_MARGIN)
 
 
 def _why(chosen: Measured, wanted: Rows, limit: float) -> str:
@@ -316,7 +270,7 @@ def _why(chosen: Measured, wanted: Rows, limit: float) -> str:
 def _need(one: Measured, wanted: Rows, limit: float) -> str:
     assert one.line is not None
     gib = one.line.peak_bytes(wanted.most) / 2**30
-    return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / MEMORY_MARGIN / 2**30:.1f}"
+    return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / held.MEMORY_MARGIN / 2**30:.1f}"
 
 
 def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bool = False) -> str:
@@ -332,13 +286,13 @@ def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bo
     if (settings := activations.remedy(found, wanted, limit)) is not None:
         return f"{text}. It {'fits' if proven else 'is predicted to fit'} with {settings}."
     if frugal is None or not longest:
-        return f"{text}, however its activations are kept. Lower data.max_length; `finetune advise` searches further."
+        return f"{text}, however its activations are kept. Lower data.max_length."
     return f"{text}: at most {longest:,} fit, with {frugal.mode.text}. Lower data.max_length."
 
 
 def known_remedy(job: Job) -> str | None:
     """The settings that hold the job in place of its own, if all modes were measured earlier."""
-    limit, found = micro_batch.Memory(job.stack.device).limit_bytes, find(job)
+    limit, found = held.Memory(job.stack.device).limit_bytes, find(job)
     others = [one for one in found or () if one.mode != own_mode(job)]
     return None if limit is None else activations.remedy(others, rows(job), limit)
 
@@ -362,3 +316,148 @@ def find(job: Job) -> list[Measured] | None:
     except (TypeError, KeyError, ValueError):  # of another version
         return None
     return [one for one in found if one.mode in modes]
+
+
+# --- in a dry run ---------------------------------------------------------------------------------------------------
+
+
+class DoesNotFit(RunError):
+    """The longest row does not fit the device, which is known without trying it."""
+
+
+@dataclass(kw_only=True)
+class TrialModes:
+    """The modes of a trial.
+
+    rows:    of the job, of which the trial has a sample
+    choice:  how the job keeps its activations; measured first if it `searches`
+    every:   measure all modes, not only that one
+    seconds: that the measurement before the first step took, without what a run needs as well
+    """
+
+    trial: Trial
+    rows: Rows
+    choice: Choice[Mode]
+    every: bool = False
+    found: list[Measured] = field(default_factory=list)
+    proof: JsonObject | None = None
+    seconds: float = 0.0
+
+    def measure(self) -> None:
+        """Before the first step: measure, and take the fastest mode if the job leaves it open.
+
+        Raises:
+            DoesNotFit: the longest row is predicted not to fit.
+        """
+        trial, limit = self.trial, self.trial.memory.limit_bytes
+        if limit is None:
+            return
+        began = time.perf_counter()
+        every = self.every or self.choice.searches
+        self._measure(ladder(trial.job) if every else [self.choice.value])
+        if self.choice.searches:
+            try:
+                self.choice = decide(self.rows, self.found, limit)
+            except RunError as error:
+                raise DoesNotFit(str(error)) from None
+            trial.job = replace(trial.job, config=self.choice.value.set_in(trial.job.config))
+        apply(trial.trainer, self.choice.value)
+        own = self.of(self.choice.value)
+        points = own.points if own is not None else ()
+        compiling = sum((one.first_seconds or one.seconds) - one.seconds for one in points)  # as a run will, too
+        elapsed = time.perf_counter() - began
+        self.seconds = elapsed - max(compiling, 0.0)
+        trial.budget.postpone(elapsed)
+        # A line through one point may be too high, and without any the trial finds out what fills the device.
+        if own is not None and len(own.points) == 2 and not own.fits(self.rows.most, limit, margin=False):
+            raise DoesNotFit(self._fewer_rows(own, limit) or self.remedy())
+
+    def _measure(self, modes: Sequence[Mode]) -> None:
+        trial = self.trial
+        missing = [mode for mode in modes if self.of(mode) is None]
+        self.found += measure(
+            trial.trainer, trial.job.layout, trial.job.size, missing, trial.memory, lambda: trial.budget.over
+        )
+        if len(modes) > 1 and not trial.budget.over:
+            save(trial.job, self.found)
+        trial.memory.reset()
+
+    def of(self, mode: Mode) -> Measured | None:
+        """The measurement of a mode."""
+        return next((one for one in self.found if one.mode == mode), None)
+
+    def may_fit(self, per_device: int) -> bool:
+        """Whether a micro-batch of so many rows may fit, by the line of the job's mode."""
+        own, limit = self.of(self.choice.value), self.trial.memory.limit_bytes
+        if own is None or own.line is None or limit is None:
+            return True
+        return own.fits(self.rows.most / self.trial.job.batch.per_device * per_device, limit, margin=False)
+
+    def _fewer_rows(self, own: Measured, limit: float) -> str | None:
+        """Why the micro-batch does not fit, and the largest that is predicted to; None if not even one row is."""
+        job, rows = self.trial.job, self.trial.job.batch.per_device
+        sizes = [size for size in micro_batch.allowed_sizes(job, 1) if size < rows]
+        fitting = [size for size in sizes if own.fits(-(-self.rows.most * size // rows), limit)]
+        if not fitting:
+            return None
+        return (
+            f"A micro-batch of {counted(rows, 'row')} ({self.rows.most:,} tokens) does not fit. The largest "
+            f"that is predicted to fit has {counted(max(fitting), 'row')}: set training.per_device_train_batch_size to "
+            f"{max(fitting)} (same global batch, same result)."
+        )
+
+    def remedy(self) -> str:
+        """Why the longest micro-batch does not fit, and the settings that hold it, proven by a pass on it."""
+        trial, limit = self.trial, self.trial.memory.limit_bytes
+        assert limit is not None
+        self._measure(ladder(trial.job))
+        left = list(self.found)
+        while (chosen := activations.fastest(left, self.rows, limit)) is not None and not self._prove(chosen):
+            left.remove(chosen)
+        return refusal(left, self.rows, limit, proven=chosen is not None)
+
+    def _prove(self, one: Measured) -> bool:
+        """Whether a pass on the longest micro-batch stays below the limit."""
+        trial, limit = self.trial, self.trial.memory.limit_bytes
+        assert limit is not None
+        apply(trial.trainer, one.mode)
+        with console().status(f"a pass on the longest row with {one.mode.text}"):
+            job = trial.job
+            passed = probe.on_longest(trial.trainer, job.layout, job.batch.per_device, trial.memory, passes=1)
+        if passed is None:
+            return False
+        peak = passed.peak_bytes + held.bytes_not_yet_allocated(trial.trainer)
+        self.note_proof(one, peak)
+        return held.fits(peak, limit)
+
+    def note_proof(self, one: Measured, peak_bytes: float) -> None:
+        """Compare the prediction with a real pass on the longest micro-batch."""
+        predicted = None if one.line is None else one.line.peak_bytes(self.rows.most)
+        self.proof = {
+            "mode": vars(one.mode),
+            "tokens": self.rows.most,
+            "predicted_peak_bytes": predicted,
+            "measured_peak_bytes": peak_bytes,
+            "error": None if predicted is None else predicted / peak_bytes - 1,
+        }
+
+    def to_dict(self) -> JsonObject | None:
+        """For the report; None on a device without a limit."""
+        limit = self.trial.memory.limit_bytes
+        if limit is None or not self.found:
+            return None
+        order = ladder(self.trial.job)
+        found = sorted(self.found, key=lambda one: order.index(one.mode) if one.mode in order else -1)
+        own = {
+            "own": self.choice.to_dict(vars(self.choice.value)),
+            "line": activations_line(self.choice),
+            "proof": self.proof,
+        }
+        return activations.to_dict(found, self.rows, limit) | own
+
+    def fits_with(self) -> list[str] | None:
+        """Arguments with which the longest micro-batch was proven to fit."""
+        limit = self.trial.memory.limit_bytes
+        if self.proof is None or limit is None or self.proof["measured_peak_bytes"] > limit:
+            return None
+        return Mode(**self.proof["mode"]).flags()

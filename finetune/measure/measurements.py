@@ -3,7 +3,6 @@ prediction afterwards."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from finetune.measure.predict import (
     all_to_all_curve,
 )
 from finetune.runtime import bootstrap
-from finetune.runtime.files import write_json
+from finetune.runtime.files import checksum_of_json, write_json
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -97,15 +96,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, content: JsonObject) -> Measurement:
-        """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`, and measurements from
-        before `active_parameters`, whose facts match those of dense models only, and from before shared rows.
-
-        Raises:
-            TypeError, KeyError: the file of another version.
-        """
-        if "global_size" in content:
-            content = content | {"global_batch_size": content["global_size"]}
-        content = {"active_parameters": content["parameters"], "shared_by": 1, "exchanges": []} | content
+        """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property
@@ -240,7 +231,7 @@ def folder() -> Path:
 
 def digest(found: JsonObject) -> str:
     """The cache key of facts."""
-    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return checksum_of_json(found)
 
 
 def save(measurement: Measurement) -> Path:
@@ -253,14 +244,17 @@ def save(measurement: Measurement) -> Path:
 _OF_A_SIZE = ("training.per_device_train_batch_size", "training.global_batch_size")
 
 
-def _sizes_file(found: JsonObject) -> Path:
-    shared = {name: value for name, value in found.items() if name not in _OF_A_SIZE}
-    return folder() / f"sizes-{digest(shared)}.json"
+_OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
+
+
+def _shared_file(kind: str, found: JsonObject, but: Sequence[str]) -> Path:
+    """Of all jobs that have these facts but for some."""
+    return folder() / f"{kind}-{digest({name: value for name, value in found.items() if name not in but})}.json"
 
 
 def save_sizes(found: JsonObject, search: JsonObject) -> None:
     """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
-    write_json(_sizes_file(found), {"kind": "micro-batch sizes", **search})
+    write_json(_shared_file("sizes", found, _OF_A_SIZE), {"kind": "micro-batch sizes", **search})
 
 
 def find_sizes(wanted: JsonObject) -> JsonObject | None:
@@ -271,15 +265,7 @@ def find_sizes(wanted: JsonObject) -> JsonObject | None:
         whole = {"largest_allowed", "largest_that_fits"} <= content.keys()
         return content if whole and all(one.keys() == known for one in content["attempts"]) else None
 
-    return read(_sizes_file(wanted), checked)
-
-
-_OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
-
-
-def _modes_file(found: JsonObject) -> Path:
-    shared = {name: value for name, value in found.items() if name not in _OF_A_MODE}
-    return folder() / f"modes-{digest(shared)}.json"
+    return read(_shared_file("sizes", wanted, _OF_A_SIZE), checked)
 
 
 def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[JsonObject]) -> None:
@@ -289,12 +275,12 @@ def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[J
         tried: `config.rules.Mode` as JSON, of all that were to be measured.
         modes: `activations.Measured` as JSON, of those that the model can have.
     """
-    write_json(_modes_file(found), {"kind": "activation modes", "tried": tried, "modes": modes})
+    write_json(_shared_file("modes", found, _OF_A_MODE), {"kind": "activation modes", "tried": tried, "modes": modes})
 
 
 def find_modes(wanted: JsonObject) -> JsonObject | None:
     """The last measurement of these modes for this job, at any batch; None without one."""
-    content = read(_modes_file(wanted), dict)
+    content = read(_shared_file("modes", wanted, _OF_A_MODE), dict)
     return content if content is not None and {"tried", "modes"} <= content.keys() else None
 
 

@@ -7,7 +7,6 @@ run does not depend on the size beyond rounding.
 
 from __future__ import annotations
 
-import gc
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -15,20 +14,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch.distributed.tensor import DTensor
-
 from finetune.data.layout import Layout
 from finetune.engine.job import Job
 from finetune.engine.monitoring import peak_memory as process_memory
-from finetune.engine.optimizer import state_bytes
 from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.opening import total_steps
-from finetune.measure import measurements
-from finetune.measure.rules import MEMORY_MARGIN
+from finetune.measure import held, measurements, probe
 from finetune.runtime import scripts
-from finetune.runtime.machine.hardware import memory_outside_torch
 from finetune.runtime.ranks import activity, distributed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -39,36 +31,6 @@ if TYPE_CHECKING:
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
 PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
 WON_BACK_STEPS = 50  # in which a search during a run has to be won back
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-class Memory:
-    """Memory of this rank's device.
-
-    outside_bytes: in use by the CUDA context and other processes on the same GPU; None for a CPU run
-    limit_bytes:   of torch's allocator, available to a job; None for a CPU run, which has no limit
-    """
-
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: "cuda" or "cpu".
-        """
-        self.outside_bytes: float | None = None
-        self.limit_bytes: float | None = None
-        if device == "cuda":
-            self.outside_bytes, total = memory_outside_torch()
-            self.limit_bytes = MEMORY_MARGIN * total - self.outside_bytes
-
-    def reset(self) -> None:
-        """Forget the peak; that of a host cannot be reset."""
-        process_memory.reset()
-
-    def peak_bytes(self) -> float:
-        """Peak memory of this process since the last `reset`."""
-        return process_memory.peak_gib() * 2**30
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -165,72 +127,14 @@ def real_token_share(job: Job, world_size: int) -> Callable[[int], float]:
     return share
 
 
-def longest_rows(layout: Layout, count: int) -> np.ndarray:
-    """Indices of the `count` longest rows, int64 [count]; repeated if there are fewer rows."""
-    return np.resize(layout.largest_first(), count)
-
-
-def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory) -> Attempt:
+def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: held.Memory) -> Attempt:
     """Run PASSES on the longest rows, the last for its speed."""
-    rows = longest_rows(layout, per_device)
-    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    passed = run_passes(trainer, batch, int(layout.label_tokens[rows].sum()), memory, PASSES)
+    passed = probe.on_longest(trainer, layout, per_device, memory, PASSES)
     if passed is None:
         return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
-    fits = memory.limit_bytes is None or passed.peak_bytes <= memory.limit_bytes
-    speed = int(layout.tokens[rows].sum()) / passed.seconds
+    fits = held.fits(passed.peak_bytes, memory.limit_bytes)
+    speed = int(layout.tokens[probe.longest_rows(layout, per_device)].sum()) / passed.seconds
     return Attempt(per_device=per_device, fits=fits, peak_bytes=passed.peak_bytes, tokens_per_second=speed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """What forward and backward passes on one micro-batch took: the most memory, and the seconds of the last and of the
-    first, which compiles."""
-
-    peak_bytes: float
-    seconds: float
-    first_seconds: float
-
-
-def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory: Memory, passes: int) -> Passes | None:
-    """Run forward and backward on a micro-batch `passes` times: from the second on while the gradients of the first are
-    held, as under accumulation. Gradients are freed afterwards, even if memory ran out; the generators of random
-    numbers are put back. Returns None if memory ran out."""
-    count = torch.tensor(max(label_tokens, 1), device=trainer.args.device)
-    free_gradients(trainer)
-    memory.reset()
-    seconds: list[float] = []
-    full = False
-    model = trainer.model_wrapped
-    assert model is not None  # as it is before `train`
-    devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # dropout draws from them
-        try:
-            for _ in range(passes):
-                _synchronize(trainer)
-                began = time.perf_counter()
-                trainer.training_step(model, dict(batch), count)
-                _synchronize(trainer)
-                seconds.append(time.perf_counter() - began)
-        except torch.OutOfMemoryError:
-            full = True
-    peak = memory.peak_bytes()
-    free_gradients(trainer)
-    return None if full else Passes(peak_bytes=peak, seconds=seconds[-1], first_seconds=seconds[0])
-
-
-def free_gradients(trainer: SFTTrainer) -> None:
-    """Free the gradients, and forget what passes outside of a step have left in the trainer."""
-    trainer.model.zero_grad(set_to_none=True)
-    trainer.statistics.forget()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _synchronize(trainer: SFTTrainer) -> None:
-    if trainer.args.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def summary(
@@ -272,7 +176,7 @@ def choose(job: Job, kept: int | None, world: int) -> Choice[int]:
         return Choice(value=now, reason=AS_CONFIGURED)
     if kept == now:
         return Choice(value=now, reason="as in the checkpoint")
-    if Memory(job.stack.device).limit_bytes is None:
+    if held.Memory(job.stack.device).limit_bytes is None:
         return Choice(value=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
         return Choice(value=now, reason="the default of a sharded run")
@@ -312,11 +216,11 @@ def search_before_first_step(job: Job, trainer: SFTTrainer) -> Choice[int]:
     its rows.
     """
     began = time.perf_counter()
-    memory = Memory(job.stack.device)
+    memory = held.Memory(job.stack.device)
     world, start = distributed.ranks().world_size, job.batch.per_device
     share, sizes = real_token_share(job, world), allowed_sizes(job, world)
     assert memory.limit_bytes is not None
-    memory.limit_bytes -= bytes_not_yet_allocated(trainer)
+    memory.limit_bytes -= held.bytes_not_yet_allocated(trainer)
     tried: list[Attempt] = []
 
     def attempt(size: int) -> Attempt:
@@ -343,22 +247,3 @@ def _trial_outweighs_gain(tried: Sequence[Attempt], job: Job, world: int, share:
     before, now = (tokens / (one.tokens_per_second or 1.0) / share(one.per_device) for one in tried[-2:])
     trial = PASSES * now * world * 2 * tried[-1].per_device / job.batch.global_batch_size
     return WON_BACK_STEPS * (before - now) / 2 < trial
-
-
-def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
-    """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients.
-    Nothing once the optimizer has stepped."""
-    if trainer.optimizer is not None and trainer.optimizer.state:
-        return 0.0
-    weights = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
-    trained = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    needed = 0.0
-    for parameter in trained:
-        each = state_bytes.bytes_per_number(name, parameter.element_size(), trainer.weights)
-        known = state_bytes.optimizer_state_bytes(name, parameter.numel(), each)
-        needed += parameter.numel() * state_bytes.state_bytes_per_weight(name, each) if known is None else known
-    views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
-    by_ddp = distributed.ranks().world_size > 1 and not trainer.sharded
-    buckets = sum(p.nbytes for p in trained) if by_ddp and not views else 0
-    return needed + buckets

@@ -211,12 +211,6 @@ class Prediction:
         gained = one.step_seconds - self.step_seconds
         return max(self.start_up_seconds - one.start_up_seconds, 0.0) / gained if gained > 0 else None
 
-    def price_of_an_hour_saved(self, one: Prediction, price_per_gpu_hour: float) -> float | None:
-        """Extra cost per hour that this run ends before `one`; below zero it saves money as well. None if it does not
-        end earlier."""
-        saved = one.hours - self.hours
-        return (self.cost(price_per_gpu_hour) - one.cost(price_per_gpu_hour)) / saved if saved > 0 else None
-
 
 def exchange_seconds(work: Work, all_to_all: Curve) -> float:
     """Seconds of a step in which ranks exchange the rows that they share."""

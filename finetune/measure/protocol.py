@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 WARM_UP = 10  # steps per run that are discarded
 MEASURED = 100  # steps per run that count
-RUNS = 5  # the published study took 50
+RUNS = 5
 MOST_Z = 3.5  # Iglewicz and Hoaglin (1993), "How to Detect and Handle Outliers": above it a value is an outlier
 
 

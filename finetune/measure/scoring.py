@@ -118,19 +118,10 @@ def compare(typical: Prediction, mean: Prediction, results: JsonObject) -> dict[
 
 
 def write(writer: EventFile | None, prediction: JsonObject, step: int) -> None:
-    """Write to TensorBoard: the errors as scalars, the rest as text. `writer` is None on ranks that do not log."""
-    if writer is None:
-        return
-    if prediction["reason"]:
-        writer.add_text("6 prediction", f"not scored: {prediction['reason']}", step)
-        return
-    lines = ["| | predicted | measured | error |", "|---|---|---|---|"]
+    """Write the errors to TensorBoard. `writer` is None on ranks that do not log."""
     for name in FIELDS:
-        one = prediction[name]
-        if one["error"] is not None:
-            writer.add_scalar(tag(f"prediction_error_{name}"), one["error"], step)
-            lines.append(f"| {name} | {one['predicted']:.4g} | {one['measured']:.4g} | {one['error']:+.1%} |")
-    writer.add_text("6 prediction", "\n".join([*lines, "", f"from {prediction['source']}"]), step)
+        if writer is not None and prediction[name] is not None and prediction[name]["error"] is not None:
+            writer.add_scalar(tag(f"prediction_error_{name}"), prediction[name]["error"], step)
 
 
 def sentence(prediction: JsonObject) -> str:

@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.measure import measurements, sharding
-from finetune.measure.activations import Measured, Point
+from finetune.measure import held, measurements
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work, exchange_seconds
 from finetune.runtime.files import read_json, write_json
 from finetune.runtime.types import JsonObject
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
-MOST_TOKENS = 2**40  # of a row: more is any number
 GRADIENT_BYTES = 4  # gradients are reduced in float32
 _PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in a config with an entry per layer
 
@@ -91,8 +88,8 @@ class Sharded:
 
     whole: Measurement
     layers: int
-    sizes: sharding.Sizes
-    stored: sharding.Storage
+    sizes: held.Sizes
+    stored: held.Storage
     activation_bytes: float
     fixed_bytes: float
     layer_bytes: float | None
@@ -108,14 +105,14 @@ class Sharded:
         names = ("layers", "activation_bytes", "fixed_bytes", "layer_bytes", "reduces_once")
         return cls(
             whole=Measurement.from_dict(content["whole"]),
-            sizes=sharding.Sizes(**content["sizes"]),
-            stored=sharding.Storage(**content["stored"]),
+            sizes=held.Sizes(**content["sizes"]),
+            stored=held.Storage(**content["stored"]),
             **{k: content[k] for k in names},
         )
 
     def kept_bytes(self, world_size: int) -> float:
         """What one of `world_size` ranks holds throughout a step, its accumulated gradients included."""
-        kept = sharding.kept_bytes(self.sizes, world_size, self.stored)
+        kept = held.kept_bytes(self.sizes, world_size, self.stored)
         accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
@@ -128,9 +125,9 @@ class Sharded:
         given = self.sizes, world_size, self.stored
         in_a_layer = self.fixed_bytes if self.layer_bytes is None else min(self.fixed_bytes, 2 * self.layer_bytes)
         return [
-            (sharding.gathered_bytes(self.sizes, self.stored), self.activation_bytes + self.fixed_bytes),
-            (sharding.bytes_reducing_a_layer(*given), self.activation_bytes + in_a_layer),
-            (sharding.bytes_reducing_the_root(*given), 0.0),
+            (held.gathered_bytes(self.sizes, self.stored), self.activation_bytes + self.fixed_bytes),
+            (held.bytes_reducing_a_layer(*given), self.activation_bytes + in_a_layer),
+            (held.bytes_reducing_the_root(*given), 0.0),
         ]
 
     def peak_bytes(self, world_size: int) -> float:
@@ -191,32 +188,40 @@ def from_slices(
     slices: tuple[int, int],
     layers: int,
     config: Config,
-    sizes: sharding.Sizes,
+    sizes: held.Sizes,
     reduces_once: bool,
 ) -> Sharded:
     """The job in shards, from its slices.
 
     Args:
-        saved: bytes that the forward pass of each slice keeps for the backward pass (`trial.saved_bytes`). Their
+        saved: bytes that the forward pass of each slice keeps for the backward pass (`probe.saved_bytes`). Their
             difference is the activations of layers; what a peak has beyond them and beyond weights, gradients and
             optimizer state is outside the layers: the loss, and what is allocated for a moment.
-        all_saved: the same without checkpointing (`trial.saved_bytes_without_checkpointing`).
+        all_saved: the same without checkpointing (`probe.saved_bytes_without_checkpointing`).
     """
-    stored = sharding.storage(config)
+    stored = held.storage(config)
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
-    held = _held_by_a_slice(sizes.of_first(slices[1]), sizes, stored)
+    kept = _held_by_a_slice(sizes.of_first(slices[1]), sizes, stored)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,
         sizes=sizes,
         stored=stored,
         activation_bytes=layers * layer,
-        fixed_bytes=max(more.peak_memory_bytes - held - slices[1] * layer, 0.0),
+        fixed_bytes=max(more.peak_memory_bytes - kept - slices[1] * layer, 0.0),
         layer_bytes=of_a_layer,
         reduces_once=reduces_once,
     )
+
+
+def _held_by_a_slice(weights: int, sizes: held.Sizes, stored: held.Storage) -> float:
+    """What training on one device holds of a slice, without activations."""
+    kept = stored.kept(weights - sizes.outside, sizes.outside)
+    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
+        kept += stored.gathered * weights
+    return kept
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------
@@ -278,78 +283,6 @@ def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[flo
         exposed += gather + (layers - 1) * max(back - backward, 0.0) + last
         total += outside + layers * (gather + back) + (reduce_outside if reduces else 0.0)
     return exposed, total
-
-
-# --- the longest row --------------------------------------------------------------------------------------------------
-
-
-def whole_modes(
-    few: Sequence[Measured],
-    more: Sequence[Measured],
-    slices: tuple[int, int],
-    found: Sharded,
-    world_size: int,
-    limit_bytes: float,
-) -> list[Measured]:
-    """Ways to keep activations in all layers, from those of two slices: peak memory of one of `world_size` ranks, as
-    `Sharded.peak_bytes` has it. What both slices could not run, and any if the model itself does not fit, is left out.
-
-    The job's own way, on its longest rows, is known better: by what autograd saves, and a real peak on these rows. That
-    also works on a CPU, whose peaks cannot be reset; the lines here also give other lengths, and what is in the host.
-    """
-    share = (found.layers - slices[0]) / (slices[1] - slices[0])
-    held = _held_by_a_slice(found.sizes.of_first(slices[1]), found.sizes, found.stored)
-    pairs = [(one, other) for one, other in zip(few, more, strict=False) if one.line and other.line]
-    unkept = [pair for pair in pairs if not pair[0].mode.gradient_checkpointing and not pair[0].mode.tiled_mlp]
-    plain = _layer_bytes(*unkept[0], slices) if unkept else None
-    whole = []
-    for one, other in pairs:
-        assert other.line is not None
-        each = _layer_bytes(one, other, slices)
-        outside = max(other.line.bytes_per_token - slices[1] * each, 0.0)
-
-        def peak(tokens: float, other: Measured = other, each: float = each, outside: float = outside) -> float:
-            assert other.line is not None
-            fixed = max(other.line.fixed_bytes - held, 0.0) + outside * tokens
-            layer = None if plain is None else plain * tokens
-            needed = {"activation_bytes": found.layers * each * tokens, "fixed_bytes": fixed, "layer_bytes": layer}
-            return replace(found, **needed).peak_bytes(world_size)
-
-        if peak(0) > limit_bytes:
-            continue
-        # The moment that needs the most changes with the tokens: the line crosses the limit where the peak does.
-        longest = bisect_right(range(MOST_TOKENS), limit_bytes, key=peak) - 1
-        lengths = [point.tokens for point in other.points]
-        if 0 < longest < MOST_TOKENS - 1:
-            lengths = sorted({lengths[0], longest})
-        points = []
-        for tokens in lengths:
-            seconds, later = one.seconds(tokens, tokens**2), other.seconds(tokens, tokens**2)
-            seconds = max(seconds + share * (later - seconds), later)
-            points.append(Point(tokens=tokens, peak_bytes=peak(tokens), seconds=seconds))
-        # Ranks that share rows have shared the host already.
-        others = found.layers * world_size // found.whole.shared_by
-        host = other.host_tokens and other.host_tokens * slices[1] // others
-        # The cost of a token is a line over the number of layers, that of a squared one is a multiple of it.
-        costs = [n / part.square_cost for n, part in zip(slices, (one, other), strict=True)]
-        cost = found.layers / (costs[0] + share * (costs[1] - costs[0]))
-        kept = Measured(mode=one.mode, held_bytes=peak(0), points=tuple(points), square_cost=cost, host_tokens=host)
-        whole.append(kept)
-    return whole
-
-
-def _layer_bytes(few: Measured, more: Measured, slices: tuple[int, int]) -> float:
-    """What a token needs in one layer."""
-    assert few.line is not None and more.line is not None
-    return max((more.line.bytes_per_token - few.line.bytes_per_token) / (slices[1] - slices[0]), 0.0)
-
-
-def _held_by_a_slice(weights: int, sizes: sharding.Sizes, stored: sharding.Storage) -> float:
-    """What training on one device holds of a slice, without activations."""
-    held = stored.kept(weights - sizes.outside, sizes.outside)
-    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
-        held += stored.gathered * weights
-    return held
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ If a launcher has already started several ranks, `auto` keeps them and prints wh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
-from finetune.measure import rules
 from finetune.redact import redact_arguments
 from finetune.runtime import files, launch_lines, scripts
 from finetune.runtime.command import print_line
@@ -29,20 +27,18 @@ from finetune.text import counted
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The number of ranks, the reason, the environment variables for their communication, and whether each rank gets a
-    part of the model."""
+    """The number of ranks, the reason, and the environment variables for their communication."""
 
     world_size: int
     reason: str
     environment: Mapping[str, str]
-    shards: bool = False
 
 
 def apply(config: Config) -> None:
     """Keep this launch, or replace this process by a launcher of several ranks.
 
     Raises:
-        UserError: `single` on several ranks; `auto` on several ranks, for a model that has to be sharded.
+        UserError: `single` on several ranks.
     """
     strategy, world = config.training.strategy, distributed.ranks().world_size
     if strategy == "single" and world > 1:
@@ -58,25 +54,13 @@ def apply(config: Config) -> None:
         return
     gpus = visible_gpus()
     decision = decide(config, gpus) if strategy == "auto" else all_gpus(config, gpus)
-    sharded = ", each with a part of the model (shard)" if decision.shards else ""
-    print_line(
-        f"training.strategy {strategy}: {describe_ranks(decision.world_size)}{sharded}, because {decision.reason}"
-    )
+    print_line(f"training.strategy {strategy}: {describe_ranks(decision.world_size)}, because {decision.reason}")
     if decision.world_size > 1:
         relaunch(decision)
 
 
 def check_launch(world: int, decision: Decision) -> None:
-    """Warn if `auto` would have started a different number of ranks than were launched.
-
-    Raises:
-        UserError: it would have sharded the model, which the launched ranks would each hold whole.
-    """
-    if decision.shards:
-        raise UserError(
-            f"training.strategy is auto and the model has to be sharded, because {decision.reason}; but {world} ranks "
-            "were launched. Set training.strategy to shard, or start one process with `python -m finetune.train ...`."
-        )
+    """Warn if `auto` would have started a different number of ranks than were launched."""
     if decision.world_size != world:
         ranks = describe_ranks(decision.world_size)
         print_line(
@@ -87,31 +71,21 @@ def check_launch(world: int, decision: Decision) -> None:
 
 
 def decide(config: Config, gpus: int) -> Decision:
-    """Follow the advice of `finetune advise` for this configuration on this machine, or else the rules of the study."""
+    """Follow the advice of `finetune advise` for this configuration on this machine; without one, take one GPU."""
     advice = find_advice(config, gpus)
     if advice is not None:
         return Decision(
             world_size=advice["world_size"],
             reason=f"{advice['reason']} (`finetune advise`, {advice['when']})",
             environment=advice["environment"],
-            shards=advice.get("strategy") == "shard",
         )
-    measure = "`finetune advise` can measure it"
     if gpus < 2:
-        return Decision(world_size=1, reason=f"{_why_one_device(gpus)}; {measure}", environment={})
-    world = largest_world(config, gpus)
-    batch = resolve_batch(config.training, world, config.data).global_batch_size
-    count = parameter_count(str(config.model.model_name_or_path), config.model.revision) if not config.demo else None
-    ruling = rules.study2025(count, batch, gpus=gpus)
-    if not ruling.several:
-        verdict = "measure first" if ruling.verdict in ("measure", "evaluate") else ruling.verdict
-        return Decision(
-            world_size=1, reason=f"rule set study2025: {verdict}: {ruling.reason}; {measure}", environment={}
-        )
-    reason = f"rule set study2025: {ruling.reason}; {measure}"
-    if world == 1:
-        reason = f"the global batch of {batch} does not divide exactly over any number of GPUs from 2 to {gpus}"
-    return Decision(world_size=world, reason=reason, environment={})
+        return Decision(world_size=1, reason=_why_one_device(gpus), environment={})
+    reason = (
+        f"this job was not measured on these {gpus} GPUs. `finetune advise` with the same arguments measures whether "
+        "several are worth it, and the next run follows its advice"
+    )
+    return Decision(world_size=1, reason=reason, environment={})
 
 
 def all_gpus(config: Config, gpus: int) -> Decision:
@@ -155,8 +129,6 @@ def relaunch(decision: Decision) -> None:
     Environment variables that the user has set keep their values.
     """
     target, arguments = training_command()
-    if decision.shards:
-        arguments = [*arguments, "--training.strategy", "shard"]  # the last one counts
     command = [*launch_lines.torchrun(decision.world_size), *target, *arguments]
     print_line(f"  {shlex.join(redact_arguments(command))}")
     sys.stdout.flush()
@@ -213,8 +185,7 @@ def advice_file(config: Config, gpus: int) -> Path:
     }
     if training.context_parallel > 1:
         decides["training"] |= {"context_parallel": training.context_parallel}
-    key = hashlib.blake2b(json.dumps(decides, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
-    return cache_folder() / "measurements" / f"advice-{key}.json"
+    return cache_folder() / "measurements" / f"advice-{files.checksum_of_json(decides)}.json"
 
 
 def find_advice(config: Config, gpus: int) -> JsonObject | None:
@@ -226,17 +197,3 @@ def find_advice(config: Config, gpus: int) -> JsonObject | None:
     except (OSError, ValueError, KeyError, TypeError, UserError):
         return None
     return advice | {"world_size": world, "environment": environment} if gpus == 0 or world <= gpus else None
-
-
-def parameter_count(name: str, revision: str | None = None) -> int | None:
-    """Number of parameters of a model, by the headers of its safetensors files; None if there are none locally."""
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except Exception:  # not downloaded, or not a name of the Hub: loading the model reports which
-            return None
-    counts = [files.tensor_sizes(file).values() for file in folder.glob("*.safetensors")]
-    return sum(count for one in counts for count, _ in one) or None

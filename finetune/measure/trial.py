@@ -13,7 +13,6 @@ from statistics import median
 from typing import TypeVar
 
 import numpy as np
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.config import Batch
@@ -21,14 +20,13 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
 from finetune.engine.monitoring.run_logger import RunLogger
-from finetune.engine.optimizer import eight_bit
-from finetune.engine.optimizer.learning_rate import set_learning_rate
 from finetune.engine.session.building import BuiltTrainer, build_trainer
+from finetune.engine.sharding import memory_per_rank
 from finetune.engine.training.trainer import SFTTrainer
-from finetune.measure import measurements, micro_batch
+from finetune.measure import held, measurements
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
-from finetune.measure.micro_batch import Memory, longest_rows
 from finetune.measure.predict import line_through
+from finetune.measure.probe import longest_rows
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.runtime.ranks.context_group import StandIn
 from finetune.runtime.types import JsonObject
@@ -127,71 +125,6 @@ class ExchangeCount(TrainerCallback):
         self._group.sent_bytes.clear()
 
 
-# --- what a forward pass keeps, and what always stays --------------------------------------------------------------
-
-
-def saved_bytes(trainer: SFTTrainer, layout: Layout, per_device: int) -> int:
-    """Bytes that a forward pass on the longest rows keeps for the backward pass, without the parameters: what autograd
-    saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
-    rows = longest_rows(layout, per_device)
-    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
-    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), trainer.compute_loss_context_manager():
-        model = trainer.model_wrapped
-        assert model is not None  # as it is before `train`
-        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=count)
-    found = sum(storage.nbytes() for storage in kept.values())
-    del loss
-    kept.clear()
-    micro_batch.free_gradients(trainer)
-    return found
-
-
-def saved_bytes_without_checkpointing(trainer: SFTTrainer, layout: Layout, per_device: int) -> int | None:
-    """The same if nothing is recomputed in the backward pass; None if that does not fit on the device."""
-    on = [module for module in trainer.model.modules() if getattr(module, "gradient_checkpointing", False)]
-    try:
-        for module in on:
-            module.gradient_checkpointing = False
-        return saved_bytes(trainer, layout, per_device)
-    except torch.OutOfMemoryError:
-        micro_batch.free_gradients(trainer)
-        return None
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True
-
-
-def training_state_fits(trainer: SFTTrainer) -> bool:
-    """Whether weights, gradients and the optimizer state fit on the device together, without any activations.
-    Afterwards weights and optimizer state remain allocated, as in training, even if no step was completed before.
-
-    The weights are not changed: gradients are zero, and so is the learning rate.
-    """
-    assert trainer.optimizer is not None
-    for group in trainer.optimizer.param_groups:
-        set_learning_rate(group, 0.0)
-    try:
-        for parameter in trainer.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        # The inner optimizer: accelerate's wrapper skips all but the last micro-batch of a step.
-        getattr(trainer.optimizer, "optimizer", trainer.optimizer).step()
-        return True
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        micro_batch.free_gradients(trainer)
-
-
 # --- the whole trial ------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +135,7 @@ class Trial:
     job: Job
     trainer: SFTTrainer
     logger: RunLogger
-    memory: Memory
+    memory: held.Memory
     budget: TimeBudget
     tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
     worst_steps: int = WORST_STEPS
@@ -280,14 +213,17 @@ class Trial:
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
             # In full fine-tuning the trainer lets DDP hold the gradients in its buckets. The first step holds them
             # twice; the optimizer state, allocated later, takes at least as much memory with most optimizers.
-            as_bucket_view=job.config.model.full_finetuning
-            and optimizer_state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
+            as_bucket_view=job.config.model.full_finetuning and self._state_bytes() >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
             shared_by=shared,
             exchanges=self._exchanges(len(done)),
         )
+
+    def _state_bytes(self) -> int:
+        """Bytes of the optimizer state."""
+        return memory_per_rank.allocated_bytes(self.trainer.model, self.trainer.optimizer).optimizer or 0
 
     def _exchanges(self, steps: int) -> list[list[float]]:
         """[bytes, number] of the exchanges of a mean micro-batch, from those of the last step."""
@@ -304,13 +240,6 @@ class Trial:
         return [[size / last * mean, float(times)] for size, times in sorted(found.items())]
 
 
-def optimizer_state_bytes(trainer: SFTTrainer) -> int:
-    """Bytes of the optimizer state."""
-    assert trainer.optimizer is not None
-    values = (value for state in trainer.optimizer.state.values() for value in state.values())
-    return sum(eight_bit.local_bytes(value) for value in values if torch.is_tensor(value))
-
-
 def _longest_of(layout: Layout) -> Layout:
     count = min(EVALUATED_ROWS, EVALUATED_TOKENS // int(layout.tokens.max()), len(layout))
     return layout.take(longest_rows(layout, max(count, 1)))
@@ -319,7 +248,7 @@ def _longest_of(layout: Layout) -> Layout:
 def prepare(
     job: Job,
     folder: Path,
-    memory: Memory | None = None,
+    memory: held.Memory | None = None,
     build: Callable[[Job, Path], BuiltTrainer] = build_trainer,
 ) -> Trial:
     """Build the real trainer, to run on the longest rows first and then on typical ones.
@@ -373,7 +302,7 @@ def prepare(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        memory=memory or Memory(job.stack.device),
+        memory=memory or held.Memory(job.stack.device),
         budget=budget,
         tokens=trial.layout.micro_batch_tokens(order[:, :, 0], shared),
         worst_steps=worst_steps,

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from finetune.measure import longest_row, micro_batch, trial
+from finetune.measure import held, longest_row
 from tests.spies import train_with
 
 
@@ -47,7 +47,7 @@ def main() -> int:
 
     if full == 0:
         torch.optim.AdamW.step = no_room
-    trial.Memory = micro_batch.Memory = lambda device: memory
+    held.Memory = lambda device: memory
     longest_row.SHORT_TOKENS = 16  # memory counts rows, not tokens
     return train_with(watch)
 

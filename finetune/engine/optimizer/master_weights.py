@@ -105,7 +105,7 @@ def resolve_auto(config: Config, memory: float | None, count: int) -> Config:
 def bytes_per_weight(optimizer: str) -> float:
     """Memory per trained float32 weight: itself, its gradient, the optimizer's state, and a copy in 16 bits that
     autocast keeps from the forward to the backward pass."""
-    return 4 + 4 + state_bytes.state_bytes_per_weight(optimizer, 4) + 2
+    return state_bytes.held_per_weight(4, state_bytes.state_bytes_per_weight(optimizer, 4)) + 2
 
 
 def count_parameters(config: Config) -> int | None:

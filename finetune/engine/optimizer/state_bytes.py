@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's state for each weight that is trained. Importing this does not import torch."""
+"""Bytes that training holds for each weight, an optimizer's state among them. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def optimizer_state_bytes(optimizer: str, numbers: int, each: int) -> int | None
 def state_bytes_per_weight(optimizer: str, each: int) -> float:
     """Bytes per number of a large weight that has `each`; as of Adam if it is not known."""
     return STATES.get(optimizer, 2) * (1 + 4 / BLOCK if optimizer == IN_8_BITS else each)
+
+
+def held_per_weight(each: float, state: float, *, trained: bool = True) -> float:
+    """Bytes of a weight of `each` bytes; of a trained one with its gradient and the `state` of the optimizer."""
+    return 2 * each + state if trained else each

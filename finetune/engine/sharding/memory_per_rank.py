@@ -32,18 +32,41 @@ def predicted_bytes(model: Model, world_size: int, optimizer: str, weights: str 
     Args:
         optimizer, weights: as `training.optim` and `training.master_weights`.
     """
-    total = trained = states = 0
-    for parameter in model.parameters():
-        rows, *others = parameter.shape or (1,)
-        each, row, size = math.ceil(rows / world_size), math.prod(others), parameter.element_size()
-        total += each * row * size
-        if parameter.requires_grad:
-            trained += each * row * size
-            parts = (each * row, rows % each * row)  # of a rank, and of the last one that has any
-            size = state_bytes.bytes_per_number(optimizer, size, weights)
-            states += max(state_bytes.optimizer_state_bytes(optimizer, one, size) or 0 for one in parts)
-    known = optimizer in state_bytes.STATES
-    return RankMemory(parameters=total, gradients=trained, optimizer=states if known else None)
+    parameters = list(model.parameters())
+    trained = [one for one in parameters if one.requires_grad]
+
+    def largest_parts(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(_parts(one, world_size)[0] * one.element_size() for one in tensors)
+
+    return RankMemory(
+        parameters=largest_parts(parameters),
+        gradients=largest_parts(trained),
+        optimizer=int(predicted_state_bytes(trained, world_size, optimizer, weights))
+        if optimizer in state_bytes.STATES
+        else None,
+    )
+
+
+def predicted_state_bytes(
+    trained: Iterable[torch.Tensor], world_size: int, optimizer: str, weights: str = "float32"
+) -> float:
+    """Most of an optimizer's state that a rank may hold for these parameters; as of Adam if it is not known. The
+    arguments are those of `predicted_bytes`."""
+    states = 0.0
+    for one in trained:
+        each = state_bytes.bytes_per_number(optimizer, one.element_size(), weights)
+        parts = _parts(one, world_size)
+        known = [state_bytes.optimizer_state_bytes(optimizer, part, each) for part in parts]
+        unknown = parts[0] * state_bytes.state_bytes_per_weight(optimizer, each)
+        states += max((part for part in known if part is not None), default=unknown)
+    return states
+
+
+def _parts(tensor: torch.Tensor, world_size: int) -> tuple[int, int]:
+    """Numbers in the part of a rank, and in that of the last one that has any."""
+    rows, *others = tensor.shape or (1,)
+    each, row = math.ceil(rows / world_size), math.prod(others)
+    return each * row, (rows % each if each else 0) * row
 
 
 def allocated_bytes(model: Model, optimizer: torch.optim.Optimizer | None = None) -> RankMemory:
@@ -66,11 +89,12 @@ def excess(found: RankMemory, expected: RankMemory) -> str | None:
     return None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of tensors."""
+    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of their storages, each once: the gradients of a unit are views of one."""
-    storages = [_local(one).untyped_storage() for one in tensors]
+    storages = [one.untyped_storage() for one in local(tensors)]
     return sum({one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}.values())

@@ -276,7 +276,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a configuration does: searched before the first step and known in the next run; a size that is set is kept."""
-    from finetune.measure import micro_batch
+    from finetune.measure import held, micro_batch
 
     asked: list[int] = []
 
@@ -287,7 +287,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
 
     memory = types.SimpleNamespace(limit_bytes=1e12, reset=lambda: None, peak_bytes=lambda: 1e6)
     monkeypatch.setattr(micro_batch, "try_size", try_size)
-    monkeypatch.setattr(micro_batch, "Memory", lambda device: memory)
+    monkeypatch.setattr(held, "Memory", lambda device: memory)
     monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 3)
     monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
 

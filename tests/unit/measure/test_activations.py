@@ -112,7 +112,6 @@ def test_a_row_that_no_mode_holds_is_divided_over_gpus() -> None:
     assert activations.fastest(THREE, rows(700_000), 64 * GIB) is None
     text = f"{FRUGAL.text}, with training.context_parallel: 2 on 2 GPUs"
     assert activations.remedy(THREE, rows(700_000), 64 * GIB) == text
-    assert activations.remedy(THREE, rows(700_000), 64 * GIB, 8) == text.replace("2 GPUs", "8 GPUs")  # it is sharded
     assert FRUGAL.text == "training.gradient_checkpointing: offload and model.tiled_mlp: true"
     assert "context_parallel: 8" in (activations.remedy(THREE, rows(3_000_000), 64 * GIB) or "")
     assert activations.remedy(THREE, rows(3_100_000), 64 * GIB) is None

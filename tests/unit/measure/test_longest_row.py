@@ -18,7 +18,7 @@ from finetune.engine.job import model_size
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
 from finetune.measure import dry_run as trial_of
-from finetune.measure import dry_run_slices, longest_row, measurements, micro_batch, slices, subprocess_dry_run, trial
+from finetune.measure import dry_run_slices, held, longest_row, measurements, probe, slices, subprocess_dry_run, trial
 from finetune.measure.measurements import Measurement
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
@@ -63,7 +63,7 @@ class Device:
                 apply(trainer, mode)
 
         apply = longest_row.apply
-        monkeypatch.setattr(micro_batch.gc, "collect", lambda: 0)  # after each pass it takes longer than the pass
+        monkeypatch.setattr(probe.gc, "collect", lambda: 0)  # after each pass it takes longer than the pass
         monkeypatch.setattr(longest_row, "apply", switch)
 
     def reset(self) -> None:
@@ -159,7 +159,7 @@ def test_a_mode_that_cannot_hold_the_shortest_row_is_no_error(monkeypatch: pytes
 def test_unsloths_length_of_rows_is_raised_for_a_pass_only() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     model.max_seq_length = 512  # type: ignore[assignment]
-    with longest_row._unsloth_length(model, 4096):
+    with probe._unsloth_length(model, 4096):
         assert model.max_seq_length == 4096
     assert model.max_seq_length == 512
 
@@ -227,7 +227,7 @@ def test_rows_that_no_mode_holds_are_refused_before_the_first_step(
 def on_a_device(runs: Runs, limit: float) -> Device:
     """From now on there is a device with this limit, whose modes are the faster, the more they need."""
     device = Device(runs.monkeypatch, limit, real=True)
-    real = micro_batch.run_passes
+    real = probe.run_passes
 
     def run_passes(trainer: Any, batch: Any, labels: int, memory: Any, passes: int) -> Any:
         tokens = batch["input_ids"].numel()
@@ -241,12 +241,11 @@ def on_a_device(runs: Runs, limit: float) -> Device:
         size = model_size(trainer.model)
         operations = training_flops(size, tokens=tokens, squared_lengths=tokens**2)
         seconds = operations / (1e9 + 1e6 * NEEDS[device.mode])
-        return micro_batch.Passes(peak_bytes=device.peak, seconds=seconds, first_seconds=1)
+        return probe.Passes(peak_bytes=device.peak, seconds=seconds, first_seconds=1)
 
-    runs.monkeypatch.setattr(micro_batch, "run_passes", run_passes)
-    runs.monkeypatch.setattr(micro_batch, "Memory", lambda name: device)
-    runs.monkeypatch.setattr(trial, "Memory", lambda name: device)
-    runs.monkeypatch.setattr(micro_batch, "bytes_not_yet_allocated", lambda trainer: 0.0)
+    runs.monkeypatch.setattr(probe, "run_passes", run_passes)
+    runs.monkeypatch.setattr(held, "Memory", lambda name: device)
+    runs.monkeypatch.setattr(held, "bytes_not_yet_allocated", lambda trainer: 0.0)
     runs.monkeypatch.setattr(longest_row, "SHORT_TOKENS", 16)
     return device
 
@@ -388,7 +387,7 @@ def test_a_sharded_job_whose_rows_ranks_share_is_measured_in_slices_as_one_of_th
         row = {"bytes": 2**30, "seconds": {"median": 0.5}}
         rows = {name: [row] for name in ("all_reduce", collective)}
         measurements.save_comm({"world_size": 2, "backend": "gloo", "environment": {}, "collectives": rows}, device)
-        two = dry_run_slices.sharded_result(sharded, 48, 2, None)["sharded"]["rows"][0]
+        two = dry_run_slices.sharded_result(sharded, 48, 2)["sharded"]["rows"][0]
         assert f"the {collective.replace('_', '-')} of 2 ranks in " in two["communication"]
         seconds[collective] = two["exposed_seconds"]
     # Each takes as long as the smallest that was measured: 4 micro-batches of 18 exchanges, gathers, and a reduction.

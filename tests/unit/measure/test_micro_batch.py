@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.engine.training.loss import StepStatistics
-from finetune.measure import micro_batch
+from finetune.measure import held, micro_batch
 from finetune.measure.micro_batch import Attempt, recommend, search, try_size
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
@@ -169,7 +169,7 @@ def on_a_device(runs: Runs, speeds: dict[int, float], full: int = 100) -> list[i
 
     memory = types.SimpleNamespace(limit_bytes=1e12, reset=lambda: None, peak_bytes=lambda: 1e6)
     runs.monkeypatch.setattr(micro_batch, "try_size", try_size)
-    runs.monkeypatch.setattr(micro_batch, "Memory", lambda device: memory)
+    runs.monkeypatch.setattr(held, "Memory", lambda device: memory)
     runs.monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
     return asked
 

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from finetune.config import load
-from finetune.config.rules import Mode
 from finetune.engine.training.loss import StepStatistics
-from finetune.measure import dry_run_slices, measurements, sharding, slices
-from finetune.measure.activations import Measured, Point
+from finetune.measure import dry_run_slices, held, measurements, slices
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
-from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
+from finetune.measure.probe import saved_bytes, saved_bytes_without_checkpointing
 from tests.helpers import tiny
 
 
@@ -84,7 +83,7 @@ def test_parameters_of_a_mixture_of_experts_from_its_slices(tmp_path: Path) -> N
     from finetune.engine.model import experts
 
     whole = experts.count(build_glm(7, tmp_path / "whole"))
-    sizes = sharding.read_sizes(tmp_path / "whole")
+    sizes = held.read_sizes(tmp_path / "whole")
     correction = 8  # numbers of a layer in the files that are no parameters: e_score_correction_bias
     assert sizes is not None and sizes.total == whole.total + 6 * correction and sizes.dense_layers == 1
     cut = slices.slice_layers(7, sizes.dense_layers)
@@ -221,8 +220,8 @@ def sharded(**changed: Any) -> slices.Sharded:
     known: dict[str, Any] = dict(
         whole=measured(4),
         layers=4,
-        sizes=sharding.Sizes(total=440, layer=100, outside=40, root=40),
-        stored=sharding.Storage(layer=2, outside=2, full=True, state=4),
+        sizes=held.Sizes(total=440, layer=100, outside=40, root=40),
+        stored=held.Storage(layer=2, outside=2, full=True, state=4),
         activation_bytes=900.0,
         fixed_bytes=70.0,
         layer_bytes=10.0,
@@ -242,13 +241,13 @@ def test_memory_of_a_rank() -> None:
     assert sharded(layer_bytes=None).peak_bytes(2) == kept + gathered + layer + 50
     assert sharded(fixed_bytes=5000.0).peak_bytes(2) == kept + gathered + 900 + 5000  # at the loss
     # At the end, without activations: an embedding of 300 of its own, gathered; gradients of all 700 outside.
-    sizes = sharding.Sizes(total=1100, layer=100, outside=700, root=400)
+    sizes = held.Sizes(total=1100, layer=100, outside=700, root=400)
     one = sharded(sizes=sizes, activation_bytes=0.0, fixed_bytes=0.0, layer_bytes=None)
     assert one.peak_bytes(2) == 1100 * 2 * 4 / 2 + 300 * 2 + 700 * 2 + 400 * 4 + 200 * (4 + 2)
-    frozen = sharded(stored=sharding.Storage(layer=2, outside=2, full=False, state=0))
+    frozen = sharded(stored=held.Storage(layer=2, outside=2, full=False, state=0))
     assert frozen.peak_bytes(2) == 440 * 2 / 2 + gathered + 900 + 70
     # Float32 weights that are gathered in bfloat16, with gradients in bfloat16 until they are reduced in float32.
-    wide = sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    wide = held.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
     layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * 4 + 900 + 2 * 10
     assert sharded(stored=wide).peak_bytes(2) == 440 * 4 * 4 / 2 + gathered + layer
     once = sharded(reduces_once=True)
@@ -264,19 +263,19 @@ def test_memory_of_adams_states_in_8_bits() -> None:
     found = {}
     for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "sgd"):
         words = [*job, "--model.full_finetuning", "true", "--training.optim", optimizer]
-        stored = sharding.storage(load(words, command="train"))
+        stored = held.storage(load(words, command="train"))
         assert (stored.layer, stored.gathered) == (2, None)
         found[optimizer] = sharded(stored=stored).peak_bytes(2) - sharded(stored=replace(stored, state=0)).peak_bytes(2)
     assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
     words = [*job, "--model.full_finetuning", "true", "--training.master_weights"]
-    wide, rounds = (sharding.storage(load([*words, kind], command="train")) for kind in ("float32", "stochastic"))
-    assert wide == sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
-    assert rounds == sharding.Storage(layer=2, outside=2, full=True, state=8)
+    wide, rounds = (held.storage(load([*words, kind], command="train")) for kind in ("float32", "stochastic"))
+    assert wide == held.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    assert rounds == held.Storage(layer=2, outside=2, full=True, state=8)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_that_is_not_the_head_is_no_part_of_the_root(tied: bool, tmp_path: Path) -> None:
-    """As `sharding.shard.units` has it."""
+    """As `engine.sharding.shard.units` has it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -284,9 +283,18 @@ def test_an_embedding_that_is_not_the_head_is_no_part_of_the_root(tied: bool, tm
         tie_word_embeddings=tied,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    found = sharding.read_sizes(tmp_path)
+    found = held.read_sizes(tmp_path)
     assert found is not None and found.root == 50 * 64 + 64  # the head and the last norm
     assert found.outside == found.root + (0 if tied else 50 * 64)
+
+
+def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
+    save_file({"layers.0.a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
+    packed = torch.zeros(10, dtype=torch.uint8)  # 4 bits: two in a byte
+    save_file({"layers.1.c": packed}, tmp_path / "model-2.safetensors")
+    assert held.read_sizes(tmp_path) == held.Sizes(total=15 + 7 + 20, layer=20, outside=7, root=7)
+    (tmp_path / "empty").mkdir()
+    assert held.read_sizes(tmp_path / "empty") is None
 
 
 def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model(tmp_path: Path) -> None:
@@ -303,7 +311,7 @@ def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model
     LlamaForCausalLM(config).save_pretrained(plain)
     packed.mkdir()
     write_in_parts(packed, config, torch.device("cpu"), nf4=True)
-    assert sharding.read_sizes(packed) == sharding.read_sizes(plain)
+    assert held.read_sizes(packed) == held.read_sizes(plain)
 
 
 def test_what_is_gathered_and_what_of_it_shows() -> None:
@@ -333,59 +341,13 @@ def test_a_step_of_several_ranks() -> None:
     assert one.peak_memory_bytes == found.peak_bytes(2)
 
 
-def mode_of_slice(layers: int, held: float, outside: float, each: float, kind: str | bool = True) -> Measured:
-    """In which a token needs bytes outside the layers and in each layer, and a pass 50 beyond all that is held."""
-    points = tuple(
-        Point(
-            tokens=tokens,
-            peak_bytes=held + 50 + (outside + each * layers) * tokens,
-            seconds=tokens * (1 + layers) + tokens**2 * layers / 8,
-        )
-        for tokens in (10, 20)
-    )
-    mode = Mode(gradient_checkpointing=kind, tiled_mlp=False)
-    return Measured(mode=mode, held_bytes=held, points=points, square_cost=layers / 8 / (1 + layers))
-
-
-def test_the_longest_row_is_where_the_peak_of_a_rank_is_the_limit() -> None:
-    """The same peak as of the job's own rows: of a few tokens while a layer is reduced, of many at the loss."""
-    found = sharded()
-    held = slices._held_by_a_slice(found.sizes.of_first(4), found.sizes, found.stored)
-    kinds = {False: 20, True: 3}  # bytes in a layer; 100 outside
-    few, more = ([mode_of_slice(n, held, 100, each, kind) for kind, each in kinds.items()] for n in (2, 4))
-
-    def peak(tokens: int, each: int) -> float:
-        known = {
-            "activation_bytes": 4.0 * each * tokens,
-            "fixed_bytes": 50.0 + 100 * tokens,
-            "layer_bytes": 20.0 * tokens,
-        }
-        return sharded(**known).peak_bytes(2)
-
-    assert (peak(10, 3) - peak(5, 3)) / 5 == 4 * 3 + 2 * 20 and peak(99, 3) - peak(98, 3) == 4 * 3 + 100
-    for limit in (peak(12, 3) + 1, peak(3000, 3) + 1):
-        plain, whole = slices.whole_modes(few, more, (2, 4), found, 2, limit)
-        longest = whole.longest(limit)
-        assert longest is not None and peak(longest, 3) <= limit < peak(longest + 1, 3)
-        assert whole.points[-1].peak_bytes == pytest.approx(peak(whole.points[-1].tokens, 3))
-        assert whole.seconds(10, 100) == pytest.approx(10 * (1 + found.layers) + 100 * found.layers / 8)
-        assert whole.seconds(40, 1600) == pytest.approx(40 * (1 + found.layers) + 1600 * found.layers / 8)
-        assert (plain.longest(limit) or 0) < longest and plain.held_bytes == peak(0, 20)
-    assert slices.whole_modes(few, more, (2, 4), found, 2, peak(0, 3) - 1) == []  # the model fills it
-    # All layers are kept in the host, which 8 ranks share; of ranks that share rows it was divided before.
-    more = [replace(one, host_tokens=800) for one in more]
-    shared = replace(found, whole=replace(found.whole, shared_by=2))
-    hosts = [slices.whole_modes(few, more, (2, 4), one, 8, 1e6)[0].host_tokens for one in (found, shared)]
-    assert hosts == [800 // 8, 800 // 4]
-
-
 def test_activations_come_from_what_is_saved() -> None:
     config = load(
         ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.full_finetuning", "true",
          "--model.dtype", "bfloat16"],
         command="train",
     )  # fmt: skip
-    sizes = sharding.Sizes(total=440, layer=10, outside=40, root=40)
+    sizes = held.Sizes(total=440, layer=10, outside=40, root=40)
     found = slices.from_slices(measured(2), measured(4), [50, 90], [150, 450], (2, 4), 32, config, sizes, True)
     assert found.activation_bytes == 32 * 20
     assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
@@ -409,7 +371,7 @@ def test_memory_of_two_gpus_is_predicted_from_above_and_closely(
 ) -> None:
     outside = embedding if tied else 2 * embedding + 4096
     found = sharded(
-        sizes=sharding.Sizes(total=total, layer=layer, outside=outside, root=outside - (0 if tied else embedding)),
+        sizes=held.Sizes(total=total, layer=layer, outside=outside, root=outside - (0 if tied else embedding)),
         activation_bytes=activations * 2**30,
         fixed_bytes=loss * 2**30,
         layer_bytes=in_a_layer * 2**30,
@@ -429,34 +391,12 @@ def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pyte
     assert slices.find(found.whole.facts)[0] is None
 
 
-def test_a_sharded_job_that_does_not_fit_is_refused_with_the_settings_that_hold_it(monkeypatch: Any) -> None:
-    """Slices of one and two layers of a model of four: as `true`, a token needs 40 bytes in each layer."""
+def test_a_sharded_job_that_does_not_fit_is_refused_with_the_number_that_holds_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(dry_run_slices.measurements, "find_comm", lambda *_: (None, "not measured"))
-    found = sharded(whole=replace(measured(4), memory_bytes=10_000.0), activation_bytes=8000.0)
-    held = slices._held_by_a_slice(found.sizes.of_first(2), found.sizes, found.stored)
-
-    def report(layers: int) -> dict[str, Any]:
-        modes = []
-        for kind, need in ((True, 40), ("offload", 4)):
-            points = [
-                {"tokens": tokens, "peak_bytes": held + need * layers * tokens, "seconds": 1.0} for tokens in (8, 16)
-            ]
-            mode = {"gradient_checkpointing": kind, "tiled_mlp": False}
-            modes.append({"mode": mode, "held_bytes": held, "points": points, "host_tokens": None, "square_cost": 0.1})
-        rows = {"most": 50, "longest": 50, "tokens": 100, "squares": 5000}
-        own = {"gradient_checkpointing": True, "tiled_mlp": False, "reason": "as configured"}
-        return {"longest_rows": {"modes": modes, "rows": rows, "own": own}}
-
-    longest = dry_run_slices.Longest.read([report(1), report(2)], (1, 2))
-    result = dry_run_slices.sharded_result(found, 50, 2, longest)
-    assert not result["go"] and result["reason"].endswith(
-        "on 2 it is predicted to fit with training.gradient_checkpointing: offload"
-    )
-    room = 0.8 * 10_000 - sharded(activation_bytes=0.0, fixed_bytes=0.0).peak_bytes(2)
-    (row,) = [row for row in result["sharded"]["rows"] if row["world_size"] == 2]
-    assert row["longest_row_tokens"] == int(room / (4 * 40)) < 50
-    assert [one["longest_row_tokens"] for one in result["longest_rows"]["modes"]] == [
-        int(room / (4 * 40)),
-        int(room / (4 * 4)),
-    ]
-    assert dry_run_slices.Longest.read([{"longest_rows": None}] * 2, (1, 2)) is None  # of a CPU
+    two, four = (sharded().peak_bytes(ranks) for ranks in (2, 4))
+    found = sharded(whole=replace(measured(4), memory_bytes=(two + four) / 2 / 0.8))
+    result = dry_run_slices.sharded_result(found, 50, 2)
+    assert not result["go"] and result["reason"] == "the job does not fit on 2 GPUs; it fits on 4"
+    assert [row["fits"] for row in result["sharded"]["rows"]] == [False, True, True]
+    assert [row["peak_memory_gib"] * 2**30 for row in result["sharded"]["rows"][:2]] == [two, four]
+    assert dry_run_slices.sharded_result(found, 50, 4)["go"]

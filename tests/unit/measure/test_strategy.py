@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from finetune.config import ConfigError, TrainingConfig, load, scaled_learning_rate
 from finetune.errors import UserError
 from finetune.measure import strategy
-from finetune.measure.strategy import Decision
 from finetune.runtime.files import write_json
 from finetune.runtime.ranks.distributed import Ranks
 
@@ -33,11 +30,10 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(strategy.os, "execve", execve)
 
-    def set_up(*, gpus: int, ranks: int = 1, parameters: int | None = None) -> None:
+    def set_up(*, gpus: int, ranks: int = 1) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
         me = Ranks(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks)
         monkeypatch.setattr(strategy.distributed, "ranks", lambda: me)
-        monkeypatch.setattr(strategy, "parameter_count", lambda *args: parameters)
 
     return set_up
 
@@ -92,24 +88,6 @@ def test_ddp_with_a_batch_that_no_number_holds(here: Any, capsys: Any) -> None:
     assert "the global batch does not divide exactly over any number of GPUs from 2 to 4" in said
 
 
-def test_auto_shards_a_model_that_nothing_else_makes_fit(here: Any, capsys: Any) -> None:
-    """On ranks that it starts; ranks that were launched would each load the whole model."""
-    content = {"world_size": 2, "reason": "one GPU is full", "when": "today", "environment": {}, "strategy": "shard"}
-    here(gpus=4)
-    write_json(strategy.advice_file(config("auto"), 4), content)
-    with pytest.raises(Started) as started:
-        strategy.apply(config("auto"))
-    command, _ = started.value.args
-    assert command[-4:] == ["--training.strategy", "auto", "--training.strategy", "shard"]
-    job = ["--model.model_name_or_path", "m", "--data.train_file", "t.jsonl"]
-    assert load([*job, *command[-4:]]).training.strategy == "shard"
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 ranks, each with a part of the model (shard), because one GPU is full (`finetune advise`, today)" in said
-    here(gpus=4, ranks=4)
-    with pytest.raises(UserError, match="has to be sharded, because one GPU is full .* but 4 ranks were launched"):
-        strategy.apply(config("auto"))
-
-
 def test_auto_applies_the_advice_with_its_environment(here: Any, monkeypatch: Any, capsys: Any) -> None:
     here(gpus=4)
     advise(2, 4)
@@ -143,23 +121,12 @@ def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> N
     assert "warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("parameters", "batch", "world", "said"),
-    [
-        (258_000, "64", 1, "one GPU below 1 M"),
-        (6_900_000, "64", 1, "measure first"),
-        (1_200_000_000, "64", 4, "study2025"),
-        (1_200_000_000, "16", 1, "the rules cover batches of 64 or more"),
-        (None, "64", 1, "the number of parameters is unknown"),
-    ],
-)
-def test_without_advice_the_rules_decide(
-    here: Any, parameters: int | None, batch: str, world: int, said: str, monkeypatch: Any
-) -> None:
-    here(gpus=4, parameters=parameters)
-    found = strategy.decide(config("auto", "--training.global_batch_size", batch), 4)
-    assert isinstance(found, Decision) and found.world_size == world
-    assert said in found.reason and "finetune advise" in found.reason
+def test_without_advice_one_gpu_is_taken_and_the_command_that_measures_is_named(here: Any, capsys: Any) -> None:
+    here(gpus=4)
+    strategy.apply(config("auto"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "training.strategy auto: one device, because this job was not measured on these 4 GPUs." in said
+    assert "`finetune advise` with the same arguments measures whether several are worth it" in said
 
 
 def test_advice_for_another_machine_or_model_is_not_taken(here: Any) -> None:
@@ -187,15 +154,6 @@ def test_the_same_command_again(monkeypatch: Any, argv: list[str], expected: Any
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     monkeypatch.setattr(sys, "argv", argv)
     assert strategy.training_command() == expected
-
-
-def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
-    save_file({"c": torch.zeros(10, dtype=torch.uint8)}, tmp_path / "model-2.safetensors")  # 4 bits: two in a byte
-    assert strategy.parameter_count(str(tmp_path)) == 15 + 7 + 20
-    assert strategy.parameter_count("no/such-model") is None
-    (tmp_path / "empty").mkdir()
-    assert strategy.parameter_count(str(tmp_path / "empty")) is None
 
 
 # --- the learning rate of a larger batch ----------------------------------------------------------------------------

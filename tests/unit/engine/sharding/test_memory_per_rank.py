@@ -47,7 +47,7 @@ def test_memory_of_a_mixture_of_experts_is_that_of_all_experts_and_of_what_is_tr
     import peft
 
     from finetune.engine.model import experts
-    from finetune.measure.micro_batch import bytes_not_yet_allocated
+    from finetune.measure.held import bytes_not_yet_allocated
     from tests.unit.engine.model.test_experts import tiny
 
     model: Any = tiny()

@@ -1,25 +1,112 @@
-"""What a sharded model needs on each GPU, computed from the headers of its files. Nothing is loaded.
+"""What of a device training may fill, and what it holds besides activations: predicted from the shapes in a model's
+files, without loading anything, or from a model that is loaded.
+
+Of a model that is sharded, a rank holds
 
     weights, gradients and optimizer state / GPUs  +  two layers, gathered  +  what is outside the layers, gathered
 
 Two layers, because the next one is gathered while one computes. In full fine-tuning each unit's gradients are copied
 into float32 to be reduced: a layer's after its backward pass, those of what is outside the layers at the very end, when
 no activations are left (`_root_post_backward_final_callback`, torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
-Activations are not included: they depend on rows and checkpointing, as on one GPU.
+Activations are not included: they depend on rows and checkpointing, as on one GPU (`probe`). Importing this does not
+import torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.config.rules import sharding
 from finetune.engine.optimizer import state_bytes
 from finetune.runtime import files
+
+if TYPE_CHECKING:
+    from finetune.engine.training.trainer import SFTTrainer
+
+MEMORY_MARGIN = 0.8  # usable share of a GPU's memory
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def limit_of(device_bytes: float, outside_bytes: float = 0.0) -> float:
+    """What a job may hold of a device: the rest is for fragmentation.
+
+    Args:
+        outside_bytes: in use by others.
+    """
+    return MEMORY_MARGIN * device_bytes - outside_bytes
+
+
+def fits(needed_bytes: float, limit_bytes: float | None, *, margin: bool = True) -> bool:
+    """Whether so much fits a device; anything fits one without a limit.
+
+    Args:
+        limit_bytes: as `limit_of`.
+        margin: whether a part is kept free.
+    """
+    return limit_bytes is None or needed_bytes <= (limit_bytes if margin else limit_bytes / MEMORY_MARGIN)
+
+
+class Memory:
+    """Memory of this rank's device.
+
+    outside_bytes: in use by the CUDA context and other processes on the same GPU; None for a CPU run
+    limit_bytes:   of torch's allocator, available to a job; None for a CPU run, which has no limit
+    """
+
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: "cuda" or "cpu".
+        """
+        from finetune.runtime.machine.hardware import memory_outside_torch
+
+        self.outside_bytes: float | None = None
+        self.limit_bytes: float | None = None
+        if device == "cuda":
+            self.outside_bytes, total = memory_outside_torch()
+            self.limit_bytes = limit_of(total, self.outside_bytes)
+
+    def reset(self) -> None:
+        """Forget the peak; that of a host cannot be reset."""
+        from finetune.engine.monitoring import peak_memory
+
+        peak_memory.reset()
+
+    def peak_bytes(self) -> float:
+        """Peak memory of this process since the last `reset`."""
+        from finetune.engine.monitoring import peak_memory
+
+        return peak_memory.peak_gib() * 2**30
+
+
+# --- of a loaded model ------------------------------------------------------------------------------------------------
+
+
+def bytes_not_yet_allocated(trainer: SFTTrainer) -> float:
+    """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients.
+    Nothing once the optimizer has stepped."""
+    from finetune.engine.sharding import memory_per_rank
+    from finetune.runtime.ranks import distributed
+
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        return 0.0
+    trained = memory_per_rank.local(one for one in trainer.model.parameters() if one.requires_grad)
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    state = memory_per_rank.predicted_state_bytes(trained, 1, name, trainer.weights)
+    views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
+    by_ddp = distributed.ranks().world_size > 1 and not trainer.sharded
+    return state + (sum(one.nbytes for one in trained) if by_ddp and not views else 0)
+
+
+# --- of a model in files ----------------------------------------------------------------------------------------------
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
 # Scales and tables that files of 4-bit weights have next to each weight.
@@ -109,8 +196,10 @@ class Storage:
 
     def kept(self, in_layers: float, outside: float) -> float:
         """Bytes of that many weights, with their gradients and optimizer state."""
-        weights = in_layers * self.layer + outside * self.outside
-        return 2 * weights + (in_layers + outside) * self.state if self.full else weights
+        in_a_layer, elsewhere = (
+            state_bytes.held_per_weight(each, self.state, trained=self.full) for each in (self.layer, self.outside)
+        )
+        return in_layers * in_a_layer + outside * elsewhere
 
 
 def storage(config: Config) -> Storage:
@@ -168,18 +257,7 @@ def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
     return math.ceil(kept_bytes(found, world_size, stored) + most)
 
 
-def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stored: Storage) -> tuple[int, int] | None:
-    """The first of `world_sizes` at which a rank needs at most `memory` bytes, and what it needs; None if none."""
-    for world in world_sizes:
-        needed = bytes_per_gpu(found, world, stored)
-        if needed <= memory:
-            return world, needed
-    return None
-
-
 def why_not_sharded(config: Config) -> str | None:
     """Why this configuration cannot be sharded; None if it can."""
-    from dataclasses import replace
-
     asked = replace(config, training=replace(config.training, strategy="shard"))
     return next((text for _, text in sharding(asked, config.given)), None)
