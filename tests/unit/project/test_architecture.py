@@ -6,6 +6,7 @@ Imports inside functions count like any other.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from pathlib import Path
 
@@ -57,7 +58,10 @@ def imported_modules(name: str) -> set[str]:
     return found  # type: ignore[return-value]
 
 
-GRAPH = {name: imported_modules(name) for name in MODULES}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """What each module of the package imports of it."""
+    return {name: imported_modules(name) for name in MODULES}
 
 
 def floor_of(module: str) -> int:
@@ -73,7 +77,7 @@ def test_no_file_imports_from_a_floor_above() -> None:
     public = ("finetune", "finetune.__main__", "finetune.convert.witness.script")
     wrong = [
         f"{name} imports {imported}"
-        for name, imports in GRAPH.items()
+        for name, imports in graph().items()
         if name not in public
         for imported in sorted(imports - {"finetune"})
         if floor_of(imported) > floor_of(name)
@@ -82,7 +86,7 @@ def test_no_file_imports_from_a_floor_above() -> None:
 
 
 def test_there_is_no_import_cycle() -> None:
-    assert not cycles(GRAPH)
+    assert not cycles(graph())
 
 
 def test_the_search_finds_a_planted_cycle() -> None:
@@ -102,7 +106,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 def test_commands_are_imported_by_their_entry_points_alone() -> None:
     """They are a library for nobody: the story of a run is `run.story`."""
     allowed = {"finetune.cli", "finetune.parity.run"}
-    assert {name for name, imports in GRAPH.items() if "finetune.train" in imports} <= allowed
+    assert {name for name, imports in graph().items() if "finetune.train" in imports} <= allowed
 
 
 def test_patches_never_import_the_package() -> None:
@@ -233,7 +237,7 @@ def test_a_folder_shows_what_fits_on_a_screen(top: str) -> None:
 def test_rooms_of_a_folder_do_not_import_each_other() -> None:
     """A room is a file or a folder. What two rooms need of each other belongs in one of them, or in a third."""
     folders = {name.rpartition(".")[0] for name in MODULES} - {""}
-    found = {frozenset(circle) for folder in sorted(folders) for circle in cycles(rooms(GRAPH, folder))}
+    found = {frozenset(circle) for folder in sorted(folders) for circle in cycles(rooms(graph(), folder))}
     assert not found, [sorted(one) for one in found]
 
 
@@ -297,11 +301,14 @@ def test_a_test_has_the_name_of_its_module() -> None:
     assert not nameless, f"name them after a module, or add them to OF_NO_MODULE with the reason: {nameless}"
 
 
-@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
-def test_no_function_is_longer_than_100_lines(path: Path) -> None:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 100, f"{path}:{node.lineno} {node.name}"
+def test_no_function_is_longer_than_100_lines() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in MODULES.values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 100
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_no_module_shadows_the_standard_library() -> None:
