@@ -143,24 +143,26 @@ def test_model_that_is_nowhere(folder: Path) -> None:
 
 
 def test_unsloth_where_it_cannot_run(folder: Path, tiny_model: Path) -> None:
-    words = refused(
-        folder,
-        *model(tiny_model),
-        *data(folder / "train.jsonl", "--model.backend", "unsloth"),
-        how="python",
-        UNSLOTH_DISABLE_CPU_FALLBACK="1",
-    )
-    assert "Unsloth cannot run here" in words and "transformers" in words
-
-
-def test_unsloth_that_cannot_run_gives_way_under_auto(folder: Path, tiny_model: Path) -> None:
-    """And compressed data is read."""
+    """Asked for, it is refused; under auto it gives way, and compressed data is read. A process that has not imported
+    what Unsloth changes."""
     path = folder / "rows.jsonl.gz"
     path.write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
-    arguments = [*model(tiny_model), *data(path)]
-    run = launch.train("python", arguments, out=folder / "o", cache=folder, UNSLOTH_DISABLE_CPU_FALLBACK="1")
-    assert run["backend"] == "transformers"
-    assert "Unsloth cannot run here" in run["backend_reason"]
+    given = [*model(tiny_model), *data(path), "--training.output_dir"]
+    script = folder / "script.py"
+    script.write_text(ONE_AFTER_THE_OTHER)
+    commands = json.dumps(
+        {
+            "unsloth": [*given, str(folder / "refused"), "--model.backend", "unsloth"],
+            "auto": [*given, str(folder / "out")],
+        }
+    )
+    done = launch.run("python", [commands], cache=folder, script=script, UNSLOTH_DISABLE_CPU_FALLBACK="1")
+    refused, _, trained = " ".join(done.stdout.split()).partition("CODE 2")
+    assert refused.count("error: ") == 1 and "Unsloth cannot run here" in refused and "transformers" in refused
+    assert trained.endswith("CODE 0"), done.stdout[-4000:]
+    assert not (folder / "refused").exists()
+    run = launch.read(folder / "out")
+    assert run["backend"] == "transformers" and "Unsloth cannot run here" in run["backend_reason"]
     assert run["ledger"]["train"]["rows_kept"] == 20
 
 
