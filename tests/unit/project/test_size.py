@@ -2,11 +2,13 @@
 
     python tests/unit/project/test_size.py
 
-prints the table of today's figures. Lines are those of `wc -l`, of Python files and tab.js.
+prints the table for today's figures, with 2 % of room for each part. Lines are those of `wc -l`, of Python files and
+tab.js.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +41,7 @@ MOST = {
     "tests": (53000, 420),
 }
 TOTAL = (64436, 369)  # of the parts of finetune/ together
-KEYS = 102  # of the configuration
+KEYS = 101  # of the configuration
 
 OVER = (
     "{part} has {found}, and the budget is {most}. Delete as much as you add, or raise the number in a commit of its "
@@ -107,6 +109,11 @@ def test_the_totals_count_what_they_should(tmp_path: Path, monkeypatch: pytest.M
 
 
 if __name__ == "__main__":
-    for name, (lines, files) in sorted(FOUND.items()):
-        print(f'    "{name}": ({lines}, {files}),')  # noqa: T201
+
+    def row(lines: int, files: int) -> str:
+        """With 2 % of room."""
+        return f"({math.ceil(lines * 1.02)}, {math.ceil(files * 1.02)})"
+
+    for name, size in sorted(FOUND.items()):
+        print(f'    "{name}": {row(*size)},  # today {size[0]}, {size[1]}')  # noqa: T201
     print(f"TOTAL = {total(FOUND)}")  # noqa: T201
