@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from finetune.config import Batch, Config, resolve_batch
 from finetune.engine.checkpoint import output_folder, resume
-from finetune.engine.model import read_ahead
 from finetune.engine.preflight import adapter_files
 from finetune.engine.session import disk_checks, opening, report
 from finetune.errors import RunError, UserError
@@ -83,7 +82,6 @@ def run(config: Config, devices: int | None = None, *, longest: bool = False) ->
         UserError: the configuration or the data is invalid (exit code 2).
     """
     opening.check_present(config)
-    read_ahead.start(config)
     check_one_process()
     config, demo = opening.resolve_demo(config)
     world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices, devices)

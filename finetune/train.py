@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.engine.checkpoint import checkpoints, output_folder, resume
-from finetune.engine.model import read_ahead
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, opening
 from finetune.measure import strategy
@@ -42,7 +41,6 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
 
         return dryrun.run(config)
     opening.check_present(config)
-    read_ahead.start(config)
     strategy.apply(config)
     config, demo = opening.resolve_demo(config)
     door = ConfigurationRun(demo, parity_dump, without)

@@ -117,14 +117,10 @@ class Adapter:
 
         Args:
             weight: float32.
-            name: of the change. That of one expert's projection goes to its `place` in the weights of all experts.
+            name: of the change.
             place: of the tensor in the parameter.
         """
         change = self.changes[name]
-        if not change.experts:
-            view = place.of(weight)
-            view.copy_(self.weight(view, name, transposed=False))
-            return
         if change.weight is not None:
             weight.copy_(place.of(self._keep(change.weight)))
         if change.a is None or change.b is None:

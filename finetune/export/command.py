@@ -218,10 +218,7 @@ def write_tokenizer(found: Source, folder: Path) -> Tokenizer:
     if name not in (None, "none"):
         files.write_text(folder / "chat_template.jinja", str(read_template(str(name))))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        if tokenizer_files.saved_by_transformers_5(folder):
-            tokenizer_files.save(tokenizer, folder, found.base)
-        return tokenizer
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer in {found.folder} cannot be loaded: {str(error).splitlines()[0][:200]}. Export another "

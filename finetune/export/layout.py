@@ -66,27 +66,6 @@ class Layout:
         """Names of the tensors of a parameter; empty if that is not known."""
         return self._tensors.get(parameter, [])
 
-    def place_of(self, name: str, shape: tuple[int, ...]) -> Place | None:
-        """The place of one expert's projection, which the files may have as a tensor or not. None if transformers does
-        not join it with others.
-
-        Args:
-            name: such as `layers.0.mlp.experts.3.up_proj.weight`.
-            shape: of the projection's weight.
-        """
-        if self._names is None:
-            return None
-        parameter, pattern, converter = self._names.find(name)
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        known = self._names.shapes.get(parameter)
-        if converter is None or known is None or len(known) != 3 or not numbers:
-            return None
-        place = converter.source_patterns.index(pattern)
-        rows = known[1] // len(converter.source_patterns)
-        if not _joins_experts(converter) or shape != (rows, known[2]) or numbers[-1] >= known[0]:
-            return None
-        return Place(parameter, (numbers[-1], (place * rows, (place + 1) * rows), (0, known[2])))
-
     def _add(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if self._names is None:
             return
@@ -160,12 +139,6 @@ class _Names:
             found, pattern = rename_source_key(name, [], [], self._prefix, self._state)
         converter = next((one for one in self._converters if pattern in one.source_patterns), None)
         return found, pattern or name, converter
-
-
-def _joins_experts(converter: Any) -> bool:
-    """Whether a conversion only stacks experts, after which it joins their projections along the outputs."""
-    operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-    return operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 def _stack(pieces: list[_Piece], dim: int) -> _Piece:

@@ -192,8 +192,7 @@ class Merge:
         return known[0] if len(known) == 1 else find_name(path, part, self.weights.entries)
 
     def _is_in_parts(self, path: str, change: Change) -> bool:
-        """Plan a weight that is several tensors in the files, or one expert's in a tensor of all experts. False if it
-        is a tensor."""
+        """Plan a weight that is several tensors in the files. False if it is a tensor."""
         assert self.adapter is not None
         name = f"{path}.weight"
         if len(self.layout.tensors(name)) > 1 or name in self.layout.unknown:
@@ -203,22 +202,7 @@ class Merge:
             change.experts = 1
             self._change_parameter(name, change)
             return True
-        if change.a is None or change.b is None:
-            return False
-        place = self.layout.place_of(name, (self.adapter.shape(change.b)[0], self.adapter.shape(change.a)[1]))
-        if place is None:
-            return False
-        for setting in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
-            if self.adapter.config.get(setting):  # the check and chat would compare with something else
-                raise self._unmergeable(
-                    f"{setting} with an adapter for each expert, which PEFT does not load as trained"
-                )
-        tensors = self.layout.tensors(place.parameter)
-        if self._tensor_of(path, "weight") is not None or len(tensors) != 1 or self.layout.places[tensors[0]].swapped:
-            return False
-        step = self.steps[tensors[0]]
-        self.steps[tensors[0]] = replace(step, path=path, parts=(*step.parts, (path, place)))
-        return True
+        return False
 
     def _change_parameter(self, name: str, change: Change) -> None:
         """Plan the tensors of one parameter: experts in one tensor or one by one."""

@@ -16,7 +16,7 @@ from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
 from finetune.data.layout import Layout
 from finetune.data.packs import MULTIPLE
 from finetune.engine.job import Job
-from finetune.engine.model import positions, read_ahead
+from finetune.engine.model import positions
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.session.choice import AS_CONFIGURED, Choice
@@ -27,6 +27,7 @@ from finetune.measure import activations, held, measurements, micro_batch, probe
 from finetune.measure.activations import Measured, Point, Rows
 from finetune.measure.probe import Passes
 from finetune.runtime.command import console
+from finetune.runtime.machine.hardware import free_host_bytes
 from finetune.runtime.ranks import activity, distributed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -121,7 +122,7 @@ def host_tokens(trainer: SFTTrainer, size: ModelSize, mode: Mode) -> int | None:
     each = size.layers * size.hidden * trainer.model.get_input_embeddings().weight.element_size()
     shared, processes = trainer.context.size, trainer.context.processes
     ranks = distributed.ranks().local_world_size * shared // processes  # a stand-in shares the host with the others
-    available = held.MEMORY_MARGIN * read_ahead.free_bytes() / ranks
+    available = held.MEMORY_MARGIN * free_host_bytes() / ranks
     return int(min(distributed.gather_objects(available)) / each * shared)
 
 

@@ -61,7 +61,7 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
 
 
 def check_shared(output_dir: Path) -> None:
-    """If the run has several machines, check that each sees what the others write into the output folder: every rank
+    """If the run has several machines, check that each sees what rank 0 writes into the output folder: every rank
     writes its part of a checkpoint there. Every rank calls it; leaves nothing behind.
 
     Raises:
@@ -70,44 +70,34 @@ def check_shared(output_dir: Path) -> None:
     me = distributed.ranks()
     if not me.on_several_machines:
         return
-    token = distributed.gather_objects(uuid.uuid4().hex)[0]
-    own = output_dir / f".finetune-{token}-{me.rank}"
+    marker = output_dir / f".finetune-{distributed.gather_objects(uuid.uuid4().hex)[0]}"
+    why = None
     try:
-        why = _write_token(own) if me.is_main else None
+        if me.is_main:
+            why = _why_not_created(marker)
         distributed.barrier()
         if me.is_local_main and not me.is_main:
-            seen = _wait_for_file(output_dir / f".finetune-{token}-0")
-            why = _write_token(own) if seen else "it has another folder under that path, or none"
-        machines = distributed.gather_objects((me.is_local_main, socket.gethostname(), why))
-        if me.is_main:  # what another machine has written reaches this one
-            unseen = [
-                rank
-                for rank, (writes, _, wrong) in enumerate(machines)
-                if writes and wrong is None and not _wait_for_file(output_dir / f".finetune-{token}-{rank}")
-            ]
-        else:
-            unseen = []
-        unseen = distributed.gather_objects(unseen)[0]
+            if not _wait_for_file(marker):
+                why = "has another folder under that path, or none"
+            elif not os.access(output_dir, os.W_OK):
+                why = "cannot write into it"
+        machines = distributed.gather_objects((socket.gethostname(), why))
     finally:
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
-    found = [(rank, name, why) for rank, (_, name, why) in enumerate(machines) if why is not None]
-    found += [(rank, machines[rank][1], "what it writes there does not reach rank 0") for rank in unseen]
-    if found:
-        where = "; ".join(f"on {name} (rank {rank}) {why}" for rank, name, why in found)
+        if me.is_main:
+            marker.unlink(missing_ok=True)
+    if wrong := [f"{name} (rank {rank}) {why}" for rank, (name, why) in enumerate(machines) if why is not None]:
         raise UserError(
-            f"training.output_dir is {output_dir}, which is not on a disk that all machines share: {where}. Each rank "
-            "writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a shared "
-            "volume) that is mounted under the same path on all machines."
+            f"training.output_dir is {output_dir}, which is not on a disk that all machines share: {'; '.join(wrong)}. "
+            "Each rank writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a "
+            "shared volume) that is mounted under the same path on all machines."
         )
 
 
-def _write_token(path: Path) -> str | None:
-    """Why an empty file cannot be created; None if it was."""
+def _why_not_created(path: Path) -> str | None:
     try:
         path.touch(exist_ok=False)
     except OSError as error:
-        return f"it cannot be written ({error.strerror})"
+        return f"cannot write into it ({error.strerror})"
     return None
 
 

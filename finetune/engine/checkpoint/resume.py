@@ -19,7 +19,6 @@ from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch
 from finetune.config.batch import data_ranks, grows_with_world_size, with_fixed_batch
-from finetune.data import ORDER
 from finetune.engine import record
 from finetune.engine.checkpoint import checkpoints
 from finetune.engine.checkpoint.base_weights import base_model
@@ -98,8 +97,6 @@ def prepare(config: Config, batch: Batch, dtype: str, weights: str) -> StartPoin
     """
     output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
     found: ResumePoint = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "checkpoint")
-    if found.path is not None:
-        _check_order(found)
     base = _once_per_machine(lambda: base_model(config), "base model")
     if found.path is not None and config.training.master_weights == "auto":
         weights = found.manifest["settings"].get("training.master_weights", weights)
@@ -130,18 +127,6 @@ def resumed_batch(config: Config, manifest: Mapping[str, Any], world_size: int) 
     if is_open and kept and found.global_batch_size % (data_ranks(training, world_size) * kept) == 0:
         training = dataclasses.replace(training, per_device_train_batch_size=kept)
     return resolve_batch(training, world_size, config.data)
-
-
-def _check_order(found: ResumePoint) -> None:
-    """Raises UserError unless this version can repeat the order of the rows."""
-    settings = found.manifest.get("settings")
-    known = isinstance(settings, dict) and isinstance(settings.get("training", {}), dict)
-    if found.manifest.get("order") != ORDER or not known:
-        raise UserError(
-            f"{found.path} was written by a version that trained the rows in another order: packs of the longest "
-            "documents first, and steps of rows of similar length. Its remaining steps cannot be repeated. Start a new "
-            "run in another training.output_dir, or resume with the version that wrote it (versions in run.json)."
-        )
 
 
 def _once_per_machine(read: Callable[[], Any], what: str) -> Any:

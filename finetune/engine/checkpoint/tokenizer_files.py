@@ -53,12 +53,6 @@ def copy(source: Path, folder: Path) -> None:
         files.write_bytes(folder / name, content)
 
 
-def saved_by_transformers_5(folder: Path) -> bool:
-    """Whether the tokenizer in a folder was saved by transformers 5 on its own, as earlier versions of this project had
-    it done."""
-    return any(key in _json(read(folder).get(CONFIG)) for key in LOCAL_KEYS)
-
-
 def _base_folder(tokenizer: Tokenizer) -> Path | None:
     name = str(getattr(tokenizer, "name_or_path", "") or "")
     return model_files.model_folder(name) if name else None

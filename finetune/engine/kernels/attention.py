@@ -327,14 +327,19 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    dtype = kernel_dtype(value)
-    rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
+    rows = kernel_inputs(query, key, value)
     longest = further["max_length_q"]
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
     options: JsonObject = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
-    autocast = torch.is_autocast_enabled(value.device.type)
-    return (output if autocast else output.to(value.dtype))[None], None
+    return layer_output(output, value), None
+
+
+def kernel_inputs(*layer: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value of a layer, [1, heads, tokens, head_dim], as the kernel takes them: [tokens, heads,
+    head_dim] in its dtype."""
+    dtype = kernel_dtype(layer[-1])
+    return [tensor[0].transpose(0, 1).to(dtype) for tensor in layer]
 
 
 def kernel_dtype(value: torch.Tensor) -> torch.dtype:
@@ -344,6 +349,12 @@ def kernel_dtype(value: torch.Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.bfloat16 if kind == "cuda" and value.dtype == torch.float32 else value.dtype
+
+
+def layer_output(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The kernel's output [tokens, heads, head_dim] as a layer expects it: [1, ...], in the dtype of its `value` unless
+    autocast has chosen one."""
+    return (output if torch.is_autocast_enabled(value.device.type) else output.to(value.dtype))[None]
 
 
 def batch_arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:

@@ -124,34 +124,12 @@ def install(model: Model, group: ContextGroup) -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(context_attention, group))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(NAME)
-    if rotary := [module for module in base.modules() if "longrope" in _rope_types(module)]:
-        _show_longest_document(base.base_model, rotary)
 
 
 def _rope_types(module: torch.nn.Module) -> list[str]:
     """The kinds of a module of transformers that computes rotary embeddings; empty for others."""
     kinds = getattr(module, "rope_type", ())
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
-
-
-def _show_longest_document(decoder: torch.nn.Module, rotary: list[torch.nn.Module]) -> None:
-    """LongRoPE (Phi-3) has other frequencies if a position is beyond a limit: let it see the last one of the longest
-    document, which another rank may have."""
-    longest: int | None = None
-
-    def note(module: torch.nn.Module, args: tuple, given: JsonObject) -> None:
-        nonlocal longest
-        longest = given.get("max_length_q")
-
-    def rotate(forward: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **further: Any) -> Any:
-        if longest is None:
-            return forward(x, position_ids, *args, **further)
-        seen = F.pad(position_ids, (0, 1), value=longest - 1)
-        return tuple(one[:, :-1] for one in forward(x, seen, *args, **further))
-
-    decoder.register_forward_pre_hook(note, with_kwargs=True)
-    for module in rotary:
-        module.forward = functools.partial(rotate, module.forward)  # type: ignore[method-assign]
 
 
 def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
@@ -162,8 +140,9 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     """
     if (why := attention.why_not_computed(model)) is not None:
         return why
-    if any("dynamic" in kind for module in model.modules() for kind in _rope_types(module)):
-        return f"the rotary embeddings of {model.config.model_type} depend on the longest row so far"
+    kinds = {kind for module in model.modules() for kind in _rope_types(module)}
+    if "longrope" in kinds or any("dynamic" in kind for kind in kinds):
+        return f"the rotary embeddings of {model.config.model_type} depend on how long rows are"
     if next(model.parameters()).device.type == "cuda":
         return attention.why_no_kernel(model, dtype)
     return None
@@ -198,14 +177,11 @@ def context_attention(
             f"training.context_parallel is {group.size}, but this model's attention has {found}, which several GPUs "
             "cannot share. Set it to 1."
         )
-    dtype = attention.kernel_dtype(value)
-    own = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]
+    own = attention.kernel_inputs(query, key, value)
     whole = [tensor.transpose(0, 1)[None] for tensor in gather_tokens(own[0], own[1], own[2], group)]
     compute = attention.packed_attention if value.device.type == "cuda" else document_attention
     output, _ = compute(module, whole[0], whole[1], whole[2], None, **given)
-    output = gather_heads(output[0], query.shape[1], group)
-    autocast = torch.is_autocast_enabled(value.device.type)
-    return (output if autocast else output.to(value.dtype))[None], None
+    return attention.layer_output(gather_heads(output[0], query.shape[1], group), value), None
 
 
 def document_attention(

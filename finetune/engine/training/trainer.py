@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch
-from finetune.data import IGNORE_INDEX, ORDER
+from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.packs import MULTIPLE
@@ -576,7 +576,6 @@ class SFTTrainer(trl.SFTTrainer):
                 fields = {
                     "step": self.state.global_step,
                     "plan": self.plan.digest(),
-                    "order": ORDER,
                     "batch": {
                         "per_device": self.args.per_device_train_batch_size,
                         "global_batch_size": self.plan.global_batch_size,

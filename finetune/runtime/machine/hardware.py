@@ -6,10 +6,12 @@ machine, all GPUs and the links between them, through torch and NVML (`nvidia-ml
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Protocol, TypeVar
 
@@ -337,3 +339,14 @@ def topology_line(hardware: Hardware) -> str:
         access = f"peer access in {peers.count(True)} of {len(peers)} pairs"
     unlike = ", GPUs differ" if hardware.differences else ""
     return f"{line}, {' or '.join(kinds)} {between}, {access}{unlike}"
+
+
+def free_host_bytes() -> int:
+    """Available memory: the host's, or the container's limit if that is lower."""
+    import psutil
+
+    limits = [psutil.virtual_memory().available]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or "max"
+            limits.append(int(Path(file).read_text(encoding="ascii")))
+    return min(limits)

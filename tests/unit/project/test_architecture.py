@@ -142,11 +142,11 @@ OPENS_ITSELF = {
     "/proc, /sys and /dev": [
         "data.templates.render:_limited_memory",
         "convert.sandbox",
-        "engine.model.read_ahead:free_bytes",
         "runtime.ranks.activity",
         "runtime.command:_lost",
         "runtime.command:keep_printing",
         "runtime.machine.cpu_threads",
+        "runtime.machine.hardware:free_host_bytes",
         "runtime.ranks.interrupt",
         "runtime.ranks.machines",
     ],

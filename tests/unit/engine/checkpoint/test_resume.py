@@ -436,25 +436,6 @@ def test_steps_are_random_samples_unless_they_are_grouped(
     assert runs(tmp_path / "grouped", *steps, *grouped, *RESUME)["resumed_from"].endswith("checkpoint-2")
 
 
-# --- checkpoints that this version cannot resume --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["order", "settings"])
-def test_a_checkpoint_of_another_order_is_refused_by_name(
-    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str], field: str
-) -> None:
-    """Earlier versions recorded no order: they sorted packs and grouped steps by length."""
-    (out / FINAL).unlink()
-    manifest = checkpoints.manifest(out / "checkpoint-6")
-    (out / "checkpoint-6" / checkpoints.MANIFEST).unlink()
-    checkpoints.seal(out / "checkpoint-6", {name: value for name, value in manifest.items() if name != field})
-    before = state(out)
-    runs(out, *SIX, *RESUME, code=2)
-    message = words(capsys)
-    assert "checkpoint-6 was written by a version that trained the rows in another order" in message
-    assert state(out) == before
-
-
 def test_shapes_of_another_model_do_not_fit(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
