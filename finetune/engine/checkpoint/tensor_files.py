@@ -65,7 +65,7 @@ def write(
                 del tensor
         if kept:
             path = folder / names[first + me.rank]
-            _save(kept, path)
+            save(kept, path)
             files.sync_file(path)
     if me.is_main:
         write_index(folder, stem, planned, sizes)
@@ -114,7 +114,12 @@ def file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write one file.
+
+    Raises:
+        RunError: the disk cannot take it.
+    """
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # with the operating system's error in its text, which `disk_errors` reads
@@ -158,6 +163,10 @@ class TensorFiles:
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header alone."""
         return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
+
+    def dtype(self, key: str) -> str:
+        """The type of a tensor, by safetensors' name."""
+        return self._file(self._file_of[key]).get_slice(key).get_dtype()
 
     def read_full(self, key: str) -> torch.Tensor:
         """A tensor, on the host."""

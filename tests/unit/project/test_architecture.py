@@ -162,7 +162,6 @@ OPENS_ITSELF = {
             "data.store",
             "engine.demo",
             "export.verify",
-            "export.weights:_write_file",
             "init.command",
             "runtime.machine.flash",
         ),
