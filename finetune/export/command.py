@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
     if options.to == "hub":
         hub.check_name(options.repo)
         if options.upload:
-            hub.check_access(options.repo)
+            hub.check_token()
     bootstrap.quiet_libraries("error")
     found = sources.find(options.source, options.base)
     form = _choose_form(options, found)

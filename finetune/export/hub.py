@@ -32,38 +32,18 @@ def check_name(repo: str | None) -> str:
     return repo
 
 
-def check_access(repo: str) -> None:
-    """Check that the token is valid and that its user may write to the repository's namespace.
+def check_token() -> None:
+    """Check that there is a token, before anything is exported.
 
     Raises:
-        UserError: there is no token, it is wrong, or the namespace is someone else's.
-        RunError: the Hub cannot be reached.
+        UserError: there is none, or HF_HUB_OFFLINE is set.
     """
-    import httpx
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it, or leave out --upload.")
     if get_token() is None:
         raise UserError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
-    try:
-        user = HfApi().whoami()
-    except HfHubHTTPError as error:
-        if error.response is not None and error.response.status_code in (401, 403):
-            raise UserError(
-                f"{constants.ENDPOINT} does not accept the token. Run `hf auth login`, or correct HF_TOKEN."
-            ) from None
-        raise _unreachable(error) from None
-    except (httpx.HTTPError, OSError) as error:
-        raise _unreachable(error) from None
-    namespace = repo.partition("/")[0]
-    names = [str(user.get("name")), *(str(one.get("name")) for one in user.get("orgs") or [] if isinstance(one, dict))]
-    if namespace not in names:
-        raise UserError(
-            f"--repo is {repo}, and the token belongs to {names[0]}, who cannot write there. Use one of "
-            f"{', '.join(f'{name}/...' for name in names)}."
-        )
 
 
 def files(folder: Path) -> list[JsonObject]:
@@ -92,8 +72,8 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403):
             raise RunError(
-                f"The Hub refused to write to {repo}: the token may only read it (status {status}). Use a token with "
-                f"write access. The export is in {folder}."
+                f"The Hub refused to write to {repo}: the token is wrong or may not write there (status {status}). Use "
+                f"a token with write access. The export is in {folder}."
             ) from None
         raise _unreachable(error, folder) from None
     except (httpx.HTTPError, OSError) as error:
@@ -101,9 +81,11 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     return str(done.commit_url)
 
 
-def _unreachable(error: Exception, folder: Path | None = None) -> RunError:
+def _unreachable(error: Exception, folder: Path) -> RunError:
     from huggingface_hub import constants
 
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    kept = f" The export is in {folder}." if folder is not None else ""
-    return RunError(f"{constants.ENDPOINT} returned an unexpected response ({lines[0][:200]}). Try again later.{kept}")
+    return RunError(
+        f"{constants.ENDPOINT} returned an unexpected response ({lines[0][:200]}). Try again later. The export is in "
+        f"{folder}."
+    )

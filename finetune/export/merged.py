@@ -1,7 +1,7 @@
 """Writes base and adapter as one model, tensor by tensor, or copies a fully trained model.
 
-Memory holds one tensor in float32 at a time, and the tensors of the file that is written. A merged weight is computed in
-float32 from the base's original weight and rounded once, as `optimizer.rounding` does.
+Memory holds one tensor in float32 at a time, and the tensors of the file that is written. A merged weight is computed
+in float32 from the base's original weight and rounded once, as `optimizer.rounding` does.
 """
 
 from __future__ import annotations

@@ -54,15 +54,15 @@ def weights_digest(folder: Path) -> str | None:
     For each safetensors tensor it covers the name, type, shape and three samples of 32 KiB: the first, middle and last
     bytes. It detects other weights, further training, merging, quantization, and added, removed or replaced tensors,
     and does not depend on how tensors are split into files. It misses an edit that lies entirely between the samples.
-    For other weight files it covers the size and 16 evenly spaced pieces of 1 MiB.
+    Weights in other formats have none.
     """
     paths = [folder / name for name in files.safetensors_names(folder) or ()]
-    paths = paths or sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    paths = paths or sorted(folder.glob("*.safetensors"))
     if not paths or not all(path.is_file() for path in paths):
         return None
     pieces: list[list[object]] = []
     for path in paths:
-        pieces += _sampled_tensors(path) if path.suffix == ".safetensors" else [_sampled_file(path)]
+        pieces += _sampled_tensors(path)
     return files.checksum_of_json(sorted(pieces))
 
 
@@ -79,14 +79,3 @@ def _sampled_tensors(path: Path) -> Iterator[list[object]]:
                 file.seek(data + start)
                 digest.update(file.read(min(SAMPLE_BYTES, end - start)))
             yield [name, tensor["dtype"], tensor["shape"], digest.hexdigest()]
-
-
-def _sampled_file(path: Path) -> list[object]:
-    import xxhash
-
-    size, digest = path.stat().st_size, xxhash.xxh3_128()
-    with files.open_regular(path) as file:
-        for part in range(16):
-            file.seek(max(size - 2**20, 0) * part // 15)
-            digest.update(file.read(2**20))
-    return [path.name, "", [size], digest.hexdigest()]

@@ -36,8 +36,6 @@ class Hub(BaseHTTPRequestHandler):
         status, content = 200, {}
         if not good:
             status, content = 401, {"error": "Invalid credentials"}
-        elif self.path.endswith("whoami-v2"):
-            content = {"name": "me", "orgs": [{"name": "our-lab"}]}
         elif self.path.endswith("repos/create"):
             content = {"url": f"http://{self.headers['Host']}/me/model", "name": "me/model"}
         elif "preupload" in self.path and not self.may_write:
@@ -108,7 +106,7 @@ def test_an_upload_is_dry_unless_asked_for(
     assert "has changed since its export: tokenizer.json" in ends(capsys, [*arguments, "--upload"], 2)
 
 
-def test_tokens_and_namespaces_are_checked_before_anything_is_written(
+def test_the_token_is_looked_for_before_anything_is_written(
     run_folder: Path,
     tmp_path: Path,
     server: type[Hub],
@@ -117,26 +115,33 @@ def test_tokens_and_namespaces_are_checked_before_anything_is_written(
 ) -> None:
     from huggingface_hub import constants
 
-    def words(repo: str, code: int = 2) -> str:
-        given = [str(run_folder), "--to", "hub", "--repo", repo, "--out", str(tmp_path / "out"), "--upload"]
-        found = ends(capsys, given, code)
-        assert not (tmp_path / "out").exists() and TOKEN not in found
+    def words() -> str:
+        given = [str(run_folder), "--to", "hub", "--repo", "me/model", "--out", str(tmp_path / "out"), "--upload"]
+        found = ends(capsys, given, 2)
+        assert not (tmp_path / "out").exists()
         return found
 
-    assert "belongs to me, who cannot write there. Use one of me/..., our-lab/..." in words("someone/model")
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "does not accept the token" in words("me/model")
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    assert "There is no token" in words("me/model")
+    assert "There is no token" in words()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in words("me/model")
+    assert "HF_HUB_OFFLINE is set" in words()
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_token_that_may_only_read(
-    run_folder: Path, tmp_path: Path, server: type[Hub], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("token", ["wrong", "may only read"])
+def test_a_token_that_may_not_write(
+    token: str,
+    run_folder: Path,
+    tmp_path: Path,
+    server: type[Hub],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server.may_write = False
+    if token == "wrong":
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     given = [str(run_folder), "--to", "hub", "--repo", "our-lab/model", "--out", str(tmp_path / "out"), "--upload"]
-    assert "the token may only read it (status 403)" in ends(capsys, given, 1)
+    found = ends(capsys, given, 1)
+    assert "the token is wrong or may not write there (status 40" in found and TOKEN not in found
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
