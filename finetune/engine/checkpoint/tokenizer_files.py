@@ -31,17 +31,13 @@ TRAINING_KEYS = ("padding_side", "truncation_side")  # set for a run's own batch
 Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
 
 
-def save(tokenizer: Tokenizer, folder: Path, origin: Path | None = None) -> None:
+def save(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer's files.
-
-    Args:
-        origin: folder of the base's tokenizer; None for the one that it was loaded from.
 
     Raises:
         UserError: it has something that cannot be saved, such as a chat template that is not text.
     """
-    found = origin or _base_folder(tokenizer)
-    for name, content in _files_to_write(tokenizer, found).items():
+    for name, content in _files_to_write(tokenizer, _base_folder(tokenizer)).items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_bytes(folder / name, content)
 
