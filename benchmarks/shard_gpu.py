@@ -1,4 +1,4 @@
-"""A sharded model on GPUs: parity with DDP, memory and step time against their prediction, peers, bytes of NF4.
+"""A sharded model on GPUs: parity with DDP, memory and step time against their prediction, peers.
 
     python -m benchmarks.shard_gpu --train train.jsonl --work DIR --out FILE [--only CELL,CELL] [--seconds N] [--cpu]
 
@@ -11,9 +11,6 @@ until it prints "all cells have a result", with WORK on a disk of 120 GiB that s
 
 With --cpu all cells run on tiny models and gloo ranks, which tests the script: about 25 minutes on two cores.
 
-ops           the copies around FSDP2's all-gather on packed NF4 weights: which change bytes, and the loss with them
-bytes         NF4 weights before sharding and after the first gather, for four storage types, on two ranks; if there is
-              one GPU both ranks share it through gloo
 one KIND      training on one GPU, sharded over one rank and not sharded: losses, step time, memory
 loop          full fine-tuning by a plain loop on one rank and on two, which share a GPU if there is one only
 dry 8b        dry run of a sharded full fine-tuning of 8 B under a cap of 60 GiB: what is predicted for 2, 4 and 8
@@ -278,17 +275,6 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def ops(given: argparse.Namespace) -> dict[str, Any]:
-    """Which copy changes bytes."""
-    return found_by(given, 1, "ops", {"model": str(model_of(given, given.shape))})
-
-
-def stored_bytes(given: argparse.Namespace) -> dict[str, Any]:
-    """NF4 through FSDP2 on two ranks."""
-    backend = "nccl" if given.gpus > 1 else "gloo"
-    return found_by(given, 2, "bytes", {"model": str(model_of(given, given.shape)), "backend": backend})
-
-
 def one(given: argparse.Namespace, kind: str) -> dict[str, Any]:
     """One rank, sharded and not."""
     model, extra = model_of(given, given.shape), KINDS[kind]
@@ -504,8 +490,6 @@ def built(given: argparse.Namespace, shape: str) -> dict[str, Any]:
 Call = Callable[[argparse.Namespace], dict[str, Any]]
 # GPUs, seconds that it may take, and what it does.
 CELLS: dict[str, tuple[int, float, Call]] = {
-    "ops": (1, 180, ops),
-    "bytes": (1, 240, stored_bytes),
     **{f"one {kind}": (1, 200, partial(one, kind=kind)) for kind in KINDS},
     "loop": (1, 180, loops),
     "slices": (1, 400, slices),
