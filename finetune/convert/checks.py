@@ -181,8 +181,8 @@ def _assigned(statement: Statement, entry: JsonObject) -> set[str]:
     node = statement.node
     if statement.is_dead or isinstance(node, ast.Import | ast.ImportFrom):
         return set()
-    if entry["reason"] == "the trainer sets the model's mode":
-        return set()
+    if entry["reason"].startswith(("the trainer sets", "each rank has its own device")):
+        return set()  # `model = model.to("cuda")`
     found = effects(node)
     targets = [one for one in ast.walk(node) if isinstance(one, ast.Attribute | ast.Subscript)]
     stored = {

@@ -1,4 +1,5 @@
-"""Changes that no script keeps: of functions of libraries, of the trainer's arguments and methods after its creation.
+"""What a statement changes in place, and changes that no script keeps: of functions of libraries, of the trainer's
+arguments and methods after its creation.
 
 The package has its own trainer and loss. What a notebook sets on TRL's would have no effect, without an error.
 """
@@ -6,10 +7,13 @@ The package has its own trainer and loss. What a notebook sets on TRL's would ha
 from __future__ import annotations
 
 import ast
-from collections.abc import Set
+import re
+from collections.abc import Iterator, Mapping, Set
 from typing import NoReturn
 
-from finetune.convert.analysis.names import DEFINITIONS, Program, method
+from finetune.convert.analysis.environment import MODEL_FLAGS
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, in_place, method, root
+from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Refusal, Statement
 
 # The package trains without some functions of these, so a replacement might not be called.
@@ -139,3 +143,155 @@ def _origins(program: Program, *names: ast.expr) -> set[str]:
 
 _NAME = ("pretrained_model_name_or_path", "model_name")
 _TOKENIZER = ("processing_class", "tokenizer")
+
+
+# --- changes in place -------------------------------------------------------------------------------------------------
+
+# Methods of models, tokenizers and trainers that change them.
+_CHANGING = re.compile(
+    r"(?:set|add|register|load|reset|init|merge|unmerge|enable|disable|delete|freeze|unfreeze|tie|prune|quantize|resize"
+    r"|replace)_\w+|apply|unload|freeze|unfreeze|quantize|requires_grad_"
+)
+_RESTORED = ("disable_adapter", "set_epoch", "load_dataset", "add_generation_prompt")  # `with model.disable_adapter():`
+# Functions that change the model that they are given, and return it.
+_GIVEN = re.compile(
+    r"(?:.*\.)?(?:get_peft_model|prepare_model_for_\w+|setup_chat_format|setattr|delattr|PeftModel\w*\.from_pretrained)"
+    r"|torch\.nn\.init\..+|torch\.nn\.utils\.(?:prune|parametrize|parametrizations|fusion)\..+|.*\w_"
+)
+_VIEWS = frozenset("parameters named_parameters modules named_modules children named_children items values".split())
+_SAME = frozenset("to cuda half bfloat16 float double train eval requires_grad_ base_model".split())
+_SEQUENCES = frozenset("list tuple enumerate zip iter reversed filter sorted cast".split())
+_DEVICE = re.compile(r"cuda|cpu|device|mps|xpu|rank|^\d+$|^\W*$", re.IGNORECASE)
+_DTYPE = re.compile(r"dtype|float|half")
+_TENSORS = re.compile(r"weight|bias|grad|data|logits|loss|\w*hidden_states?|score")
+
+
+def moves(program: Program, call: ast.Call) -> bool:
+    """Whether it moves what it is called on or sets its mode, and casts nothing: `.to("cuda")`, `.to(device)`."""
+    if method(call) != "to":
+        return method(call) in named("moves")
+    given = [*call.args, *(item.value for item in call.keywords)]
+    names = {one.id for value in given for one in ast.walk(value) if isinstance(one, ast.Name)}
+    values = [value for name in names for value in program.values.get(name, ())]
+    keywords = [str(item.arg) for item in call.keywords]
+    text = " ".join(
+        [*map(ast.unparse, [*given, *values]), *keywords, *(program.imports.get(name, "") for name in names)]
+    )
+    return not _DTYPE.search(text) and _DEVICE.search(text.strip("'\" ")) is not None
+
+
+def changed_in_place(program: Program, node: ast.AST, models: Set[str], roles: Set[str]) -> dict[str, str]:
+    """The names whose objects a statement changes -> the code that does. Assigning a name is not changing its object.
+
+    Args:
+        node: a definition changes what its decorators, defaults and class body change.
+        models: names of models, whose methods such as `half` work in place.
+        roles: names of models, tokenizers and trainers.
+    """
+    found: dict[str, str] = {}
+    for inner in _runs(node):
+        for value, what in _changed(program, inner, models, roles):
+            for name in _owners(program, value):
+                found.setdefault(name, ast.unparse(what)[:60])
+        function = program.definition(getattr(getattr(inner, "func", None), "id", ""))
+        if isinstance(inner, ast.Call) and isinstance(function, ast.FunctionDef):
+            found = _by_function(program, inner, function, models, roles) | found
+    return found
+
+
+def _runs(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run with a statement: of the functions that it defines, decorators and defaults."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        defaults = [one for one in [*node.args.defaults, *node.args.kw_defaults] if one is not None]
+        for one in [*node.decorator_list, *defaults]:
+            yield from _runs(one)
+        for one in node.decorator_list:  # `@model.apply`
+            yield ast.Call(func=one, args=[], keywords=[])
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from _runs(inner)
+
+
+def _changed(program: Program, node: ast.AST, models: Set[str], roles: Set[str]) -> Iterator[tuple[ast.expr, ast.AST]]:
+    """Expressions whose objects a node changes, each with the code that does."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        if getattr(node, "attr", "") not in MODEL_FLAGS and ast.unparse(node.value) not in ("os.environ", "environ"):
+            yield node.value, node
+    elif isinstance(node, ast.AugAssign):
+        yield node.target, node
+    elif isinstance(node, ast.Call):
+        name, last, owners = program.dotted(node.func), method(node), set()
+        if isinstance(node.func, ast.Attribute):
+            owners = _owners(program, node.func.value)
+            of_role = owners & roles and _CHANGING.fullmatch(last) and last not in _RESTORED
+            if of_role or owners & models and _casts(program, node) or last in named("mutates") or in_place(node):
+                yield node.func.value, node
+            elif re.fullmatch(r".*[a-z\d]_", last):
+                yield node.func.value, node
+        unbound = name.startswith("torch.nn.") and last in named("casts")
+        if name and _GIVEN.fullmatch(name) or unbound:
+            yield from ((one, node) for one in [*node.args[:1], *(k.value for k in node.keywords if k.arg == "model")])
+
+
+def _casts(program: Program, call: ast.Call) -> bool:
+    """Whether it casts a module: not a tensor, as in `model(ids).logits.float()`."""
+    if method(call) not in named("casts") or moves(program, call):
+        return False
+    receiver = call.func.value  # type: ignore[attr-defined]
+    values = program.values.get(receiver.id, ()) if isinstance(receiver, ast.Name) else ()
+    tensors = any("parameters" in ast.unparse(one) or "state_dict" in ast.unparse(one) for one in values)
+    return not tensors and not _TENSORS.fullmatch(getattr(receiver, "attr", ""))
+
+
+def _owners(program: Program, value: ast.AST) -> set[str]:
+    """The names of the objects that an expression may be, or be a part of."""
+    found: set[str] = set()
+    more = _parts(value)
+    while more:
+        found |= more
+        more = {part for name in more for one in program.values.get(name, ()) for part in _parts(one)} - found
+    return found
+
+
+def _parts(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.NamedExpr):
+        return _parts(node.value)
+    if isinstance(node, ast.Tuple | ast.List):
+        return {name for one in node.elts for name in _parts(one)}
+    if isinstance(node, ast.IfExp):
+        return _parts(node.body) | _parts(node.orelse)
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and (
+            node.func.attr in _VIEWS | _SAME or node.func.attr.startswith("get_") and node.func.attr != "get_peft_model"
+        ):
+            return _parts(node.func.value)
+        if getattr(node.func, "id", "") in _SEQUENCES or ast.unparse(node.func).endswith("get_peft_model"):
+            return {name for one in node.args for name in _parts(one)}
+    return set()
+
+
+def _by_function(
+    program: Program, call: ast.Call, function: ast.FunctionDef, models: Set[str], roles: Set[str]
+) -> dict[str, str]:
+    """What calling a function of the notebook changes: its arguments, and names of the notebook."""
+    names = [one.arg for one in [*function.args.posonlyargs, *function.args.args]]
+    given: Mapping[str | None, ast.expr] = dict(zip(names, call.args, strict=False)) | {
+        item.arg: item.value for item in call.keywords
+    }
+    roots = {name: root(value) for name, value in given.items()}
+    inner = [{str(name) for name, owner in roots.items() if owner in some} | some for some in (models, roles)]
+    bound = {one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    found: dict[str, str] = {}
+    for statement in function.body:
+        if any(one is call for one in calls(statement)):
+            continue  # it calls itself
+        for node in _runs(statement):
+            for value, what in _changed(program, node, inner[0], inner[1]):
+                for name in _owners(program, value):
+                    owner = roots.get(name, None if name in {*names, *bound} else name)
+                    if owner is not None:
+                        found.setdefault(owner, ast.unparse(what)[:60])
+    return found

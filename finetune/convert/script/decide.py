@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-from finetune.convert.analysis.changes import refuse_late_changes, refuse_patches
+from finetune.convert.analysis.changes import changed_in_place, refuse_late_changes, refuse_patches
 from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.analysis.environment import environment_key
 from finetune.convert.analysis.names import (
@@ -49,6 +49,7 @@ def decide(notebook: Notebook, program: Program) -> Draft:
     _refuse_generated(draft)
     _before(draft)
     _after(draft)
+    _refuse_lost(draft)
     _refuse_gone(draft)
     return draft
 
@@ -422,6 +423,30 @@ def _note_dropped(draft: Draft, place: int, why: str) -> None:
         statement.node
     ):
         draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+
+
+def _refuse_lost(draft: Draft) -> None:
+    """Refuse (R4) a statement that is left out, but also assigns or changes what a kept one needs: text is generated
+    and the model is cast in one `with`, or `try` logs in and sets the padding token."""
+    needed: set[str] = set()  # by the kept statements below
+    for place in sorted(draft.decisions, reverse=True):
+        statement, e, decision = draft.program.statements[place], draft.program.effects[place], draft.decisions[place]
+        own = code.own_targets(statement.node)
+        if decision.outcome != "dropped":
+            needed = needed - e.binds | ((e.all_reads | e.changes) - own)
+        elif not is_import(statement.node) and decision.reason not in (leave_out.GIVEN, leave_out.TRACKER):
+            models = draft.models | draft.trainers
+            lost = changed_in_place(draft.program, statement.node, models, draft.roles)
+            placed = leave_out.on_device(decision.reason) and e.all_binds <= e.reads  # `model = model.to("cuda")`
+            if place < draft.train and not placed:
+                lost |= {name: f"{name} = ..." for name in e.all_binds - own}
+            for name in sorted(lost.keys() & needed - draft.program.imports.keys()):
+                raise Refusal(
+                    "R4",
+                    f"`{statement.head[:60]}` is left out ({decision.reason}), but it also changes {name}, which the"
+                    f" script needs; write `{lost[name]}` as a statement of its own, outside of it",
+                    statement.cell,
+                )
 
 
 # --- decisions after training -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 
-from finetune.convert.analysis.changes import gives_own_tokenizer
+from finetune.convert.analysis.changes import changed_in_place, gives_own_tokenizer, moves
 from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
 from finetune.convert.analysis.names import (
     DEFINITIONS,
@@ -29,10 +29,11 @@ from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.script.draft import Draft
 from finetune.convert.script.shells import leaves_nothing
 
+TRACKER = "account or service: a tracker"
+GIVEN = "the trainer has this tokenizer already"
 FETCHED = "a download that nothing kept uses"
 GENERATED = "a file with values that are left out"
 _OF_LEFT_OUT = "it works on what is left out"
-_DTYPE = re.compile(r"dtype|float|half")
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
 _INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
 _PURE = "abs all any dict enumerate int len list max min range repr round set sorted str sum tuple type zip".split()
@@ -86,21 +87,15 @@ def _changes(draft: Draft, node: ast.stmt) -> set[str | None]:
     changed = [
         one for one in inside if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store)
     ]
-    changed += [call.func for call in calls(node) if method(call) in named("mutates") or _casts(call)]
+    changed += [call.func for call in calls(node) if method(call) in named("mutates") or _casts(draft, call)]
     in_loops = [changed_in_loop(one) & draft.models for one in inside if isinstance(one, ast.For)]
     return ({root(one) for one in changed} - local).union(*in_loops)
 
 
-def _casts(call: ast.Call) -> bool:
+def _casts(draft: Draft, call: ast.Call) -> bool:
     """Whether it casts a module: not a tensor that is computed here, as in `model(ids).logits.float()`."""
     made = [one for one in calls(call.func) if not method(one).startswith("get_")]
-    return method(call) in named("casts") and not _moves(call) and not made
-
-
-def _moves(call: ast.Call) -> bool:
-    """Whether it moves what it is called on or sets its mode, and casts nothing."""
-    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
-    return method(call) in named("moves") and not _DTYPE.search(arguments)
+    return method(call) in named("casts") and not moves(draft.program, call) and not made
 
 
 def _add_unused(draft: Draft, found: dict[int, str | None]) -> None:
@@ -134,6 +129,11 @@ _NEVER = (
 )
 
 
+def on_device(why: str) -> bool:
+    """Whether a statement is left out because it only places the model."""
+    return why.startswith(("each rank has its own device", "the trainer sets"))
+
+
 def made(draft: Draft, place: int, why: str) -> set[str]:
     """The names for which a statement that may be left out is kept if a kept one reads them."""
     node, e = draft.program.statements[place].node, draft.program.effects[place]
@@ -142,7 +142,7 @@ def made(draft: Draft, place: int, why: str) -> set[str]:
     found = e.all_binds - code.own_targets(node)
     if why in ("inference", GENERATED):
         found |= code.filled(node)
-    elif why != "account or service" and not (why == "display" and isinstance(node, ast.Expr)):
+    elif not why.startswith("account or service") and not (why == "display" and isinstance(node, ast.Expr)):
         found |= e.changes
     return found - draft.program.imports.keys()
 
@@ -154,7 +154,7 @@ def reason(draft: Draft, place: int) -> str | None:
     if is_import(node):
         return "unused import"
     if _is_tracker(draft.program, node):
-        return "account or service"
+        return TRACKER
     if place != draft.train and _of_another_model(draft, place):
         return "another model"
     if place == draft.train or sets_up(draft, node):
@@ -162,7 +162,7 @@ def reason(draft: Draft, place: int) -> str | None:
     if isinstance(node, DEFINITIONS):
         return "unused definition"
     if gives_own_tokenizer(draft.program, place):
-        return "the trainer has this tokenizer already"
+        return GIVEN
     if _adds_path(draft.program, node):
         return "the script imports no module of the repository"
     if fetched_package(draft.program, node):
@@ -176,7 +176,10 @@ def _of_another_model(draft: Draft, place: int) -> bool:
     node, e = draft.program.statements[place].node, draft.program.effects[place]
     touched = (e.all_binds | e.changes) - code.own_targets(node)
     plain = not isinstance(node, DEFINITIONS)
-    return plain and bool(draft.trained and touched) and touched <= draft.models - draft.trained
+    if not (plain and draft.trained and touched and touched <= draft.models - draft.trained):
+        return False
+    # `with_adapter = get_peft_model(model, config)` puts the adapter into `model` as well.
+    return not changed_in_place(draft.program, node, draft.models, draft.roles).keys() & draft.trained
 
 
 def sets_up(draft: Draft, node: ast.stmt) -> bool:
@@ -310,7 +313,7 @@ def _device(draft: Draft, statement: Statement) -> str | None:
         return "each rank has its own device"
     if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
         return "the trainer sets up the model on each rank"
-    if own and _moves(call):
+    if own and moves(draft.program, call):
         return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
     return None
 
@@ -331,7 +334,7 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
         return "display"
     if _own_file(draft, node):
         return "the notebook itself"
-    if code.writes_files(draft.program, node):
+    if code.writes_files(draft.program, node) or _sets_process(draft.program, node):
         return None
     if _infers(node):
         return "inference"
@@ -342,6 +345,12 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
     if any(draft.program.dotted(call.func) == "accelerate.Accelerator" for call in calls(node)):
         return "a trainer has an Accelerator of its own"
     return "display" if _only_computes(draft, node) or _draws(draft, node) else None
+
+
+def _sets_process(program: Program, node: ast.stmt) -> bool:
+    """Whether a statement inside sets an option of a library or an environment variable."""
+    inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
+    return any(program.sets_library(one) or environment_key(one) is not None for one in inside)
 
 
 def _only_computes(draft: Draft, node: ast.stmt) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
+from finetune.convert.analysis.changes import moves
 from finetune.convert.analysis.environment import MODEL_FLAGS, of_launcher
 from finetune.convert.analysis.names import (
     DEFINITIONS,
@@ -266,8 +267,7 @@ class Rewriter(ast.NodeTransformer):
         """`AutoModel.from_pretrained(...).to("cuda")`"""
         inside = node.func.value if isinstance(node.func, ast.Attribute) else None
         last = self.program.dotted(inside.func).rsplit(".", 1)[-1] if isinstance(inside, ast.Call) else ""
-        kept = any(re.search(r"dtype|float|bf?loat16|half", ast.unparse(one)) for one in [*node.args, *node.keywords])
-        if last in ("from_pretrained", "get_peft_model") and not kept:
+        if last in ("from_pretrained", "get_peft_model") and moves(self.program, node):
             self.reasons.append("each rank has its own device")
             return True
         return False
