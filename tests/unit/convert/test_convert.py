@@ -175,9 +175,7 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
     assert all(item["outcome"] == "kept" or item["reason"] for item in report["statements"])
     assert {item["outcome"] for item in report["statements"]} == {"kept", "rewritten", "dropped"}
     assert report["requirements"] == ["peft>=0.17", "trl==0.22.2"]
-    assert report["verification"] == {f"V{number}": "passed" for number in (1, 2, 3, 4, 6)} | {
-        "witness": "off (--no-witness)"
-    }
+    assert report["verification"] == {f"V{number}": "passed" for number in (1, 2, 3, 4, 6)}
 
 
 @pytest.mark.process
@@ -462,7 +460,7 @@ def test_an_output_folder_elsewhere_is_kept_with_a_note(
 ) -> None:
     path = notebook(*with_cells(trainer=TRAINER.replace('"outputs"', f'"{folder}"')))
     assert f'"{folder}"' in converted(path).script
-    assert main([str(path), "--out", str(tmp_path / "out"), "--no-witness"]) == 0
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
     assert f"output_dir is {folder}, outside of the folder" in capsys.readouterr().out
     plain = converted(notebook(*with_cells(), name="plain.ipynb"))
     assert not any("output_dir is" in note for note in plain.report["notes"])
@@ -483,7 +481,7 @@ def test_tokens_are_never_copied(notebook: Callable[..., Path], tmp_path: Path) 
         after=f'model.push_to_hub("me/mine", token = "{HF}")',
     )
     path = notebook(*cells)
-    assert main([str(path), "--out", str(tmp_path / "out"), "--no-witness"]) == 0
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
     texts = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
     assert not any(token in texts for token in (HF, WANDB, OPENAI))
     assert texts.count('token=os.environ["HF_TOKEN"]') == 1
@@ -571,7 +569,7 @@ def test_refusals_say_code_and_reason_and_write_nothing(
         cells.insert(0, "%%writefile helper.py\ndef f(*a):\n    return a\n")
     path = notebook(*cells)
     out, result = tmp_path / "out", tmp_path / "result.json"
-    assert main([str(path), "--out", str(out), "--json", str(result), "--no-witness"]) == 3
+    assert main([str(path), "--out", str(out), "--json", str(result)]) == 3
     assert not out.exists()
     found = json.loads(result.read_text())
     assert found["code"] == code and len(found["reason"]) > 15
@@ -698,7 +696,7 @@ def test_an_error_that_nothing_expected_is_an_outcome(
 def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mine-\xff.ipynb"))
     path.write_text(json.dumps(document(*with_cells())))
-    assert main([str(path), "--no-witness"]) == 2
+    assert main([str(path)]) == 2
     assert "file name is not UTF-8" in capsys.readouterr().err
     assert main(["--check", str(tmp_path), "--json", str(tmp_path / "result.json")]) == 0
     assert "bad input" in capsys.readouterr().out.encode().decode()
@@ -710,7 +708,7 @@ def test_no_control_character_of_a_notebook_reaches_the_terminal(
 ) -> None:
     hostile = "\x1b]0;pwned\x07\x1b[31m\u202e\x9b"
     for path in (notebook(f"%{hostile}foo"), notebook(f"x = {hostile}"), tmp_path / f"{hostile}.ipynb"):
-        assert main([str(path), "--no-witness"]) in (2, 3)
+        assert main([str(path)]) in (2, 3)
         said = capsys.readouterr().err
         assert "\\x1b]0;pwned\\x07\\x1b[31m\\u202e\\x9b" in said
         assert not any(letter in said for letter in "\x1b\x07\x9b\u202e")
@@ -767,15 +765,15 @@ def test_magics_are_taken_out_by_the_line(notebook: Callable[..., Path]) -> None
 @pytest.mark.process
 def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[..., Path], tmp_path: Path) -> None:
     path, out = notebook(*ALL), tmp_path / "out"
-    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
+    assert main([str(path), "--out", str(out)]) == 0
     first = {file.name: file.read_bytes() for file in out.iterdir()}
     assert sorted(first) == ["mine.py", "mine.report.json"]
-    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
+    assert main([str(path), "--out", str(out)]) == 0
     assert {file.name: file.read_bytes() for file in out.iterdir()} == first
     (out / "mine.py").write_text("mine = 1\n")
-    assert main([str(path), "--out", str(out), "--no-witness"]) == 2
+    assert main([str(path), "--out", str(out)]) == 2
     assert (out / "mine.py").read_text() == "mine = 1\n"
-    assert main([str(path), "--out", str(out), "--overwrite", "--no-witness"]) == 0
+    assert main([str(path), "--out", str(out), "--overwrite"]) == 0
     assert (out / "mine.py").read_bytes() == first["mine.py"]
 
 
@@ -857,7 +855,7 @@ def test_a_script_that_fails_is_not_written(
 
     monkeypatch.setattr(command, "steps", another_rate)
     path = notebook(*with_cells())
-    assert main([str(path), "--out", str(tmp_path / "out"), "--no-witness"]) == 1
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 1
     assert "V4" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

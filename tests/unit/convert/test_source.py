@@ -90,7 +90,7 @@ def test_a_docstring_without_escapes_is_not_written(
 ) -> None:
     monkeypatch.setattr("finetune.convert.source.docstring", lambda text: f'"""{text}"""')
     (tmp_path / FILE).write_bytes(EXAMPLE.read_bytes())
-    assert main([str(tmp_path / FILE), "--no-witness", "--out", str(tmp_path / "out")]) == 1
+    assert main([str(tmp_path / FILE), "--out", str(tmp_path / "out")]) == 1
     assert "other statements than were emitted" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -283,7 +283,7 @@ def test_an_empty_shell_line_is_left_out(tmp_path: Path) -> None:
     content = json.loads(EXAMPLE.read_text())
     content["cells"].insert(2, {"cell_type": "code", "metadata": {}, "outputs": [], "source": "!"})
     (tmp_path / "n.ipynb").write_text(json.dumps(content))
-    assert convert(tmp_path / "n.ipynb", witness=False).result == "converted"
+    assert convert(tmp_path / "n.ipynb").result == "converted"
 
 
 def test_half_of_a_character_is_named(tmp_path: Path) -> None:

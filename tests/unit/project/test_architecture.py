@@ -73,8 +73,8 @@ def floor_of(module: str) -> int:
 
 
 def test_no_file_imports_from_a_floor_above() -> None:
-    # The front doors, which open onto everything, and a program that runs by its path in a process of its own.
-    public = ("finetune", "finetune.__main__", "finetune.convert.witness.script")
+    # The front doors, which open onto everything.
+    public = ("finetune", "finetune.__main__")
     wrong = [
         f"{name} imports {imported}"
         for name, imports in graph().items()
@@ -133,7 +133,6 @@ OPENS_ITSELF = {
     "what is installed: this package, TRL, accelerate": [
         "config.sft_fields",
         "convert.script.decide:_trl_source",
-        "convert.witness.compare:_run",
         "doctor",
         "review.board.plugin",
         "review.page",
@@ -141,7 +140,6 @@ OPENS_ITSELF = {
     ],
     "/proc, /sys and /dev": [
         "data.templates.render:_limited_memory",
-        "convert.sandbox",
         "runtime.ranks.activity",
         "runtime.command:_lost",
         "runtime.command:keep_printing",
@@ -149,11 +147,6 @@ OPENS_ITSELF = {
         "runtime.machine.hardware:free_host_bytes",
         "runtime.ranks.interrupt",
         "runtime.ranks.machines",
-    ],
-    "in the sandbox, which the kernel confines": [
-        "convert.witness.script",
-        "convert.witness.side",
-        "convert.witness.stand_ins",
     ],
     "a process without this package, after its parent has checked the folders": ["export.check"],
     "its own output, cache or temporary folder": [
@@ -271,7 +264,6 @@ OF_NO_MODULE = {
     "one feature, through all modules that take part in it": [
         "convert/script/test_code.py",
         "convert/test_objects.py",
-        "convert/witness/test_attacks.py",
         "data/templates/test_trained_messages.py",
         "data/test_tokenized_rows.py",
         "engine/model/test_untrusted_models.py",

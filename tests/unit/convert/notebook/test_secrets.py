@@ -60,7 +60,7 @@ CODE = {
 
 
 def written(path: Path, out: Path) -> dict[str, str]:
-    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
+    assert main([str(path), "--out", str(out)]) == 0
     return {file.name: file.read_text() for file in out.iterdir()}
 
 

@@ -105,7 +105,7 @@ def test_the_notebooks_code_in_its_order(notebook: Callable[..., Path]) -> None:
     assert places == sorted(places)
     assert "device_map={'': PartialState().device}" in text
     passed = dict.fromkeys(("V1", "V2", "V3", "V4", "V6"), "passed")
-    assert conversion.report["verification"] == passed | {"witness": "off (--no-witness)"}
+    assert conversion.report["verification"] == passed
     assert script.rstrip().endswith('if __name__ == "__main__":\n    main()')
 
 
@@ -396,13 +396,13 @@ def test_how_to_run_the_script_is_said(
     notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main([str(notebook()), "--out", str(out), "--no-witness"]) == 0
+    assert main([str(notebook()), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     for command in ("python -m finetune.dryrun", "python -m finetune.advise", "accelerate launch"):
         assert f"{command} {out / 'mine.py'} " in said
     assert "--finetune training.learning_rate=1e-4" in said
     assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
-    assert main([str(notebook()), "--out", str(out), "--no-witness", "--form", "settings"]) == 2
+    assert main([str(notebook()), "--out", str(out), "--form", "settings"]) == 2
     assert "unknown option: `--form`" in capsys.readouterr().err
 
 

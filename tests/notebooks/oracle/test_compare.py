@@ -10,15 +10,13 @@ import pytest
 
 from finetune.convert.command import convert, steps
 from finetune.convert.services import in_working_folder
-from finetune.convert.witness import compare as witness
-from finetune.convert.witness.stand_ins import ROWS
 from tests.helpers import ROOT
+from tests.notebooks.oracle import compare as witness
+from tests.notebooks.oracle.marks import confined
+from tests.notebooks.oracle.stand_ins import ROWS
 from tests.notebooks.probe import probes
 from tests.unit.convert.test_convert import LOADER, TRAIN, document
-from tests.unit.convert.test_sandbox import kernel
 
-pytestmark = [pytest.mark.process, kernel]
-EXAMPLES = ROOT / "examples" / "notebooks"
 ADAPTER = 'model = FastLanguageModel.get_peft_model(model, r = 8, lora_alpha = 16, target_modules = ["q_proj"])'
 DATA = """from datasets import load_dataset
 dataset = load_dataset("acme/chats", split = "train")
@@ -53,7 +51,7 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.campaign
+@confined
 @pytest.mark.unsloth
 def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
@@ -93,14 +91,6 @@ def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_p
     assert len(theirs["runs"][0]["rows"]) == ROWS - 2, "two rows are cut before their answers"
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_the_examples_pass(path: Path) -> None:
-    outcome = convert(path, witness=True)
-    assert outcome.reason == ""
-    assert outcome.conversion.report["verification"]["witness"] == "passed"
-
-
 HUB = """from transformers import AutoModelForCausalLM, AutoTokenizer
 from datasets import load_dataset
 from peft import LoraConfig
@@ -115,7 +105,7 @@ trainer = SFTTrainer(
 )"""
 
 
-@pytest.mark.campaign
+@confined
 def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", HUB, TRAIN)
     right = steps(path)[1].script
@@ -126,7 +116,7 @@ def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
     assert found.status == "differs" and "labels differ" in found.reason
 
 
-@pytest.mark.campaign
+@confined
 def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", "rows = open('rows.bin').read()", TRAIN)
     found = witness.check(path, {"mine.py": ""})
@@ -136,7 +126,7 @@ def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
 RAW = HUB.replace('.map(lambda row: {"messages": row["messages"]})', "").replace("assistant_only_loss = True, ", "%s")
 
 
-@pytest.mark.campaign
+@confined
 def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", RAW % 'dataset_text_field = "text", ', TRAIN)
     right = steps(path)[1].script
@@ -154,7 +144,7 @@ PATCHES = {
 }
 
 
-@pytest.mark.campaign
+@confined
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
 def test_a_replaced_function_that_the_script_does_not_have_is_found(patch: str, tmp_path: Path) -> None:
     right = steps(write(tmp_path / "mine.ipynb", HUB, TRAIN))[1].script
@@ -181,7 +171,7 @@ trainer = SFTTrainer(
 )"""
 
 
-@pytest.mark.campaign
+@confined
 def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", FORMER, TRAIN)
     conversion = convert(path).conversion
@@ -192,7 +182,7 @@ def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_pa
     assert found.status == "differs" and "token ids differ" in found.reason
 
 
-@pytest.mark.campaign
+@confined
 @pytest.mark.parametrize(
     "name",
     [
@@ -206,9 +196,7 @@ def test_a_drop_in_script_reads_what_unsloths_trainer_reads(name: str, tmp_path:
     """The script has the notebook's arguments as they are: its trainer decides what they mean."""
     (probe,) = (one for one in probes() if one.name == name)
     path = write(tmp_path / "mine.ipynb", *(text for _, text in probe.cells))
-    outcome = convert(path, witness=True)
-    assert outcome.result == "converted", outcome.reason
-    assert outcome.conversion.report["verification"]["witness"] == "passed"
+    assert witness.of_conversion(path).status == "passed"
 
 
 FILTERED = """from datasets import load_dataset
@@ -232,7 +220,7 @@ trainer = SFTTrainer(
 )"""
 
 
-@pytest.mark.campaign
+@confined
 def test_rows_that_a_filter_a_table_and_an_object_need_are_compared(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", FILTERED, TRAIN)
     outcome = convert(path)
@@ -303,7 +291,7 @@ def test_a_row_that_only_an_added_end_token_trains_does_not_count(
     assert (witness.first_difference([run(notebook)], [run(script)], unsloth=unsloth) == "") == same
 
 
-@pytest.mark.campaign
+@confined
 def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) -> None:
     """By a filter with the notebook's names and constants, so that only rows without an answer show the fault."""
     notebook = tmp_path / "no_answer_rows.ipynb"
@@ -311,7 +299,7 @@ def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) 
     mapped = "rows.map(talk, remove_columns=rows.column_names)"
     filtered = f"{mapped}.filter(lambda row: len(row['messages'][-1]['content']) >= 0)"
     notebook.write_text(planted(source, mapped, filtered))
-    right = convert(notebook, witness=False).conversion
+    right = convert(notebook).conversion
     name = f"{right.name}.py"
     assert witness.check(notebook, {name: right.script}).status == "passed"
     found = witness.check(notebook, {name: planted(right.script, ">= 0", "> 0")})
@@ -347,11 +335,11 @@ def test_a_services_folder_is_the_working_folder_on_both_sides(text: str, found:
     assert found in "\n".join(witness._cells(notebook))
 
 
-@pytest.mark.campaign
+@confined
 def test_a_written_file_that_is_left_out_makes_a_difference(tmp_path: Path) -> None:
     probes = ROOT / "tests" / "notebooks" / "probes" / "collators_and_files"
     notebook = probes / "hosted_name_of_a_written_file.py"
-    right = convert(notebook, witness=False).conversion
+    right = convert(notebook).conversion
     name = f"{right.name}.py"
     assert witness.check(notebook, {name: right.script}).status == "passed"
     written = 'train_df.to_json("train.jsonl", orient="records", lines=True)'
@@ -392,7 +380,7 @@ UNSEEN = {
 }
 
 
-@pytest.mark.campaign
+@confined
 def test_what_no_generated_row_shows_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", NOT_IN_ROWS, TRAIN)
     right = convert(path).conversion.script

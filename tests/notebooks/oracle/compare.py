@@ -2,7 +2,7 @@
 
 The notebook's own code builds its own trainer with the installed libraries, a tiny model and generated rows; the
 converted script prepares the same rows with this package. Token ids, labels and resolved training arguments must be
-equal. Both sides run confined (`finetune.convert.sandbox`), and neither can import the converter.
+equal. Both sides run confined (`tests.notebooks.oracle.sandbox`), and neither can import the converter.
 
 The verdict is made here, from what both sides report. A report counts only if it is complete: another shape, a missing
 setting or no rows is never "passed". The notebook's code runs in the process that reports, so code that is written to
@@ -22,13 +22,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from finetune.convert import sandbox
+from finetune.convert.command import convert
 from finetune.convert.services import in_working_folder
-from finetune.convert.witness.notebook import is_unsloth, read_cells
-from finetune.convert.witness.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 from finetune.runtime.command import printable
 from finetune.runtime.files import read_text
 from finetune.runtime.types import JsonObject
+from tests.notebooks.oracle import sandbox
+from tests.notebooks.oracle.notebook import is_unsloth, read_cells
+from tests.notebooks.oracle.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
 OUTPUT = 8 * 2**20  # bytes of a report, which takes up to 30 times as much memory when it is read
@@ -37,7 +38,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """The outcome: `status` is passed, differs or could-not-run, and `reason` explains the last two in a sentence.
+    """The outcome: `status` is passed, differs, could-not-run or refused, and `reason` explains what is not passed.
 
     rows:              compared rows
     generated_columns: kinds of the columns that were generated, by name, for each run
@@ -88,6 +89,14 @@ def check(notebook: Path, files: Mapping[str, str], *, seconds: float = SECONDS)
         return found(status, reason)
     columns = tuple(run["columns"] for run in theirs["runs"] if not run["empty"])
     return found(status, reason, rows=sum(len(run["rows"]) for run in theirs["runs"]), columns=columns)
+
+
+def of_conversion(notebook: Path) -> Witness:
+    """Convert a notebook and compare the script with it. `refused` if there is no script."""
+    outcome = convert(notebook)
+    if outcome.conversion is None:
+        return Witness(status="refused", reason=f"{outcome.code} {outcome.reason}")
+    return check(notebook, {f"{outcome.conversion.name}.py": outcome.conversion.script})
 
 
 def compare(theirs: JsonObject, ours: list[JsonObject]) -> tuple[str, str]:

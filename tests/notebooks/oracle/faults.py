@@ -1,4 +1,4 @@
-"""Correct conversions written by hand, and faults planted in them one by one. Run by test_witness_faults.py as a
+"""Correct conversions written by hand, and faults planted in them one by one. Run by test_faults.py as a
 program, which prints what the witness says to each as JSON. Of the converter, only the witness can be imported."""
 # ruff: noqa: E501  (a fault is one line)
 
@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WITNESS = {
-    "command",
-    "witness",
-    "sandbox",
-    "services",
-}  # the package imports its command
+WITNESS = {"command", "services"}  # the package imports its command
 
 
 class Blocker(importlib.abc.MetaPathFinder):
@@ -394,7 +389,7 @@ def planted(pair: Pair, old: str, new: str) -> str:
 
 def outcomes(pair: Pair) -> dict[str, str]:
     """What the witness says to the correct conversion ("right") and to each fault: the difference, or ""."""
-    from finetune.convert.witness import compare as witness
+    from tests.notebooks.oracle import compare as witness
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.ipynb"

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, run by test_sandbox_attacks.py as a program: `python -I sandbox_attacks.py MODE FOLDER`.
+"""Attacks on the sandbox, run by test_sandbox.py as a program: `python -I sandbox_attacks.py MODE FOLDER`.
 
 Each attack runs in a forked process, confined by the kernel (MODE is `confined`) or not at all (`none`). What it did outside is looked for afterwards: in its folder, in this process (its
 memory, limits, signals), in sockets that listen here, in what it wrote to its output. The names of those that did
@@ -45,7 +45,7 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("sandbox", HERE.parents[1] / "finetune" / "convert" / "sandbox.py")
+_spec = importlib.util.spec_from_file_location("sandbox", HERE / "sandbox.py")
 sandbox = importlib.util.module_from_spec(_spec)
 sys.modules["sandbox"] = sandbox
 _spec.loader.exec_module(sandbox)

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from finetune.convert import sandbox
-from finetune.convert.witness import compare as witness
-from finetune.convert.witness.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
-from tests.unit.convert.test_sandbox import kernel
+from tests.notebooks.oracle import compare as witness
+from tests.notebooks.oracle import sandbox
+from tests.notebooks.oracle.marks import confined
+from tests.notebooks.oracle.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 
 # --- reports of another shape -----------------------------------------------------------------------------------------
 
@@ -183,8 +183,7 @@ GREEDY = {
 STOPPED = {"itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"}
 
 
-@kernel
-@pytest.mark.process
+@confined
 @pytest.mark.parametrize("why", [*GREEDY, "itself"])
 def test_who_takes_too_much_is_stopped(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "RESIDENT", 2**29)
@@ -212,7 +211,7 @@ def test_a_folder_with_too_much_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 ORPHAN = """
 import sys, threading
 from pathlib import Path
-from finetune.convert import sandbox
+from tests.notebooks.oracle import sandbox
 threading.Thread(target=sandbox.run_libraries, args=(sys.argv[1],), kwargs={"seconds": 600}, daemon=True).start()
 def confined():
     for children in Path("/proc/self/task").glob("*/children"):
@@ -225,8 +224,7 @@ input()
 """
 
 
-@kernel
-@pytest.mark.process
+@confined
 def test_who_is_confined_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     program.write_text("import time\nwhile True: time.sleep(999)")
@@ -296,9 +294,7 @@ FORGERIES = {
 }
 
 
-@kernel
-@pytest.mark.campaign
-@pytest.mark.process
+@confined
 @pytest.mark.parametrize("name", ["nothing", *FORGERIES])
 def test_no_notebook_makes_a_wrong_script_pass(
     name: str, wrong: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -150,7 +150,7 @@ def _readable() -> list[str]:
 
 def _own_packages() -> list[str]:
     """The source of this project's packages, which a development installation keeps outside site-packages."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     return [os.path.join(root, name) for name in ("finetune", "patches")]
 
 

@@ -9,28 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.convert import command, sandbox
-from tests.helpers import ROOT
+from tests.notebooks.oracle import sandbox
+from tests.notebooks.oracle.marks import confined
 
-pytestmark = pytest.mark.process
-
-ATTACKS = ROOT / "tests" / "helpers" / "sandbox_attacks.py"
+ATTACKS = Path(__file__).parent / "sandbox_attacks.py"
 NEEDED = 60
 
 
-def confined() -> bool:
-    """Whether this kernel confines a process, asked in a process that ends."""
-    program = f"import sys; sys.path.append({str(Path(sandbox.__file__).parent)!r})\nimport sandbox\n"
-    program += "print(sandbox.confine('/tmp').complete)"
-    return sandbox.run([sys.executable, "-I", "-S", "-c", program], seconds=60, output=99).output.strip() == b"True"
-
-
-kernel = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or not confined(), reason="the kernel confines nothing"
-)
-
-
-@kernel
+@confined
 def test_no_attack_reaches_outside_the_sandbox(attacks: dict[str, list[str]], tmp_path: Path) -> None:
     assert len(attacks["did"]) >= NEEDED, "too few attacks work unconfined for a proof"
     assert set(attacks["all"]) - set(attacks["did"]) <= set(attacks["optional"])
@@ -75,7 +61,7 @@ print(json.dumps({"refused": refused, "folder": os.getcwd(), "kind": kind, "envi
 """
 
 
-@kernel
+@confined
 def test_the_libraries_work_inside_and_reach_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_not_for_the_child")
     mark, secret, program = tmp_path / "mark", tmp_path / "secret", tmp_path / "program.py"
@@ -91,6 +77,8 @@ def test_the_libraries_work_inside_and_reach_nothing_outside(tmp_path: Path, mon
         assert found["kind"] == ["tmpfs"]
 
 
+@pytest.mark.process
+@pytest.mark.campaign
 def test_time_and_output_are_bounded_from_outside() -> None:
     command = [sys.executable, "-I", "-S", "-c"]
     assert sandbox.run([*command, "while True: pass"], seconds=0.5, output=10).why == "seconds"
@@ -123,21 +111,3 @@ def test_the_filter_fits_the_kernel(machine: str) -> None:
     steps = [(code[n], code[n + 2], code[n + 3]) for n in range(0, len(code), 8)]
     assert len(steps) < 4096 and steps[-1][0] == 6
     assert all(place + 1 + max(yes, no) < len(steps) for place, (what, yes, no) in enumerate(steps) if what != 6)
-
-
-# --- the shipped path -------------------------------------------------------------------------------------------------
-
-EXAMPLE = ROOT / "examples" / "notebooks" / "full_text.ipynb"
-
-
-def test_without_the_witness_nothing_of_a_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: pytest.fail("it ran"))
-    report = command.convert(EXAMPLE).conversion.report
-    assert report["sandbox"] == "nothing ran"
-
-
-def test_a_kernel_that_does_not_confine_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = f"{sandbox.NOT_CONFINED}: seccomp: not here".encode()
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Finished(70, b"", missing))
-    report = command.convert(EXAMPLE, witness=True).conversion.report
-    assert report["sandbox"] == "nothing ran" and "seccomp: not here" in report["notes"][-1]

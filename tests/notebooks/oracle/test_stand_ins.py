@@ -16,9 +16,9 @@ import datasets
 import pandas
 import pytest
 
-from finetune.convert.witness import notebook as witness_notebook
-from finetune.convert.witness import stand_ins as witness_stand_ins
-from finetune.convert.witness.stand_ins import (
+from tests.notebooks.oracle import notebook as witness_notebook
+from tests.notebooks.oracle import stand_ins as witness_stand_ins
+from tests.notebooks.oracle.stand_ins import (
     ROWS,
     divided,
     noted,
