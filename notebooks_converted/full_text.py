@@ -1,6 +1,6 @@
 """Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.
 
-    python -m finetune.dryrun full_text.py  # everything once, on one device
+    python -m finetune.dryrun full_text.py  # next: everything once, on one device
     python -m finetune.advise full_text.py  # how many GPUs are worth it
     accelerate launch full_text.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.
 
-    python -m finetune.dryrun lora_messages.py  # everything once, on one device
+    python -m finetune.dryrun lora_messages.py  # next: everything once, on one device
     python -m finetune.advise lora_messages.py  # how many GPUs are worth it
     accelerate launch lora_messages.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 

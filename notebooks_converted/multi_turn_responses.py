@@ -1,6 +1,6 @@
 """Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.
 
-    python -m finetune.dryrun multi_turn_responses.py  # everything once, on one device
+    python -m finetune.dryrun multi_turn_responses.py  # next: everything once, on one device
     python -m finetune.advise multi_turn_responses.py  # how many GPUs are worth it
     accelerate launch multi_turn_responses.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 

@@ -45,7 +45,7 @@ def slug(name: str, imported: Collection[str] = ()) -> str:
 def how_to_run(script: str) -> list[tuple[str, str]]:
     """The commands for a script, each with what it does."""
     return [
-        (f"python -m finetune.dryrun {script}", "everything once, on one device"),
+        (f"python -m finetune.dryrun {script}", "next: everything once, on one device"),
         (f"python -m finetune.advise {script}", "how many GPUs are worth it"),
         (f"accelerate launch {script}", "trains; --finetune training.learning_rate=1e-4 changes a value"),
     ]
@@ -122,8 +122,8 @@ def requirements(notebook: Notebook) -> list[str]:
     return sorted(found)
 
 
-def report(notebook: Notebook, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
-    """The report, with the lines that matter first."""
+def report(notebook: Notebook, name: str, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
+    """The report, with the lines that matter first. `name`: the script's, without its suffix."""
     notes = [scrub(note) for note in dict.fromkeys(notes)]
     shells = [
         {
@@ -140,6 +140,7 @@ def report(notebook: Notebook, statements: Sequence[JsonObject], notes: Sequence
         "sha256": notebook.sha256,
         "converter": __version__,
         "outcome": "converted",
+        "next": f"finetune dryrun {name}.py",
         "notes": notes,
         "requirements": requirements(notebook),
         "statements": list(statements),

@@ -44,7 +44,7 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str]) -> Convers
     name = slug(notebook.name, {dotted.split(".")[0] for dotted in program.imports.values()})
     statements = _statements(draft)
     text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
-    found = report(notebook, statements, [*notes, *draft.notes, *_foreign(draft)])
+    found = report(notebook, name, statements, [*notes, *draft.notes, *_foreign(draft)])
     return Conversion(name=name, script=text, report=found)
 
 
