@@ -41,8 +41,10 @@ def _import(name: str, *given: Any, **named: object) -> object:
 
 def reached(job: Values, stand_ins: types.ModuleType) -> Values:
     """A script with `finetune.SFTTrainer`, up to `train()`."""
+    from finetune.data.templates import render
     from finetune.drop_in import trainer as drop_in
 
+    render.resource = None  # type: ignore[assignment]  # a confined process may not change its limits, and has some
     cls: Any = drop_in.SFTTrainer
     found: list[Any] = []
     build = cls.__init__
