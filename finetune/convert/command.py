@@ -154,7 +154,7 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
     from finetune.convert.notebook.secrets import note_variables
-    from finetune.convert.prepare.modules import refuse_missing
+    from finetune.convert.prepare.modules import refuse_modules
     from finetune.convert.prepare.pushes import save_what_is_pushed
     from finetune.convert.script.write import write
 
@@ -164,7 +164,7 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     refuse_by_kind(notebook, program)
     conversion = write(notebook, program, notes)
     conversion.report["notes"] += note_variables(notebook, conversion.script)
-    refuse_missing(notebook, conversion.script)
+    refuse_modules(notebook, path.parent, conversion.script)
     return notebook, conversion
 
 
@@ -174,15 +174,12 @@ def without_secrets(path: Path) -> tuple[Notebook, list[str]]:
     from finetune.convert.notebook.read import read
     from finetune.convert.notebook.secrets import remove_secrets
     from finetune.convert.prepare.files import in_working_folder
-    from finetune.convert.prepare.modules import inline_modules
-    from finetune.convert.prepare.resumed import leave_out_resumed
     from finetune.convert.prepare.simplify import settle_globals, train_by_method
 
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
-    notes = inline_modules(notebook, path.parent)
-    notes += leave_out_resumed(notebook) + in_working_folder(notebook)
+    notes = in_working_folder(notebook)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

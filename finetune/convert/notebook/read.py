@@ -56,12 +56,11 @@ class Statement:
     line: int  # in its cell, from 1
     node: ast.stmt
     source: str
-    left_out: str = ""  # why it is left out, if the converter decided so before anything else
 
     @property
     def is_dead(self) -> bool:
-        """Whether it does not run: `if False:`, or left out."""
-        return bool(self.left_out) or is_dead(self.node)
+        """Whether it does not run: `if False:`."""
+        return is_dead(self.node)
 
     @property
     def head(self) -> str:

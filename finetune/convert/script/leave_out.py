@@ -279,7 +279,7 @@ def _bases(program: Program, name: str) -> str:
 
 
 def _adds_path(program: Program, node: ast.stmt) -> bool:
-    """`sys.path.append(folder)`, also under an `if`. `modules.refuse_missing` finds what is imported from there."""
+    """`sys.path.append(folder)`, also under an `if`. `modules.refuse_modules` finds what is imported from there."""
     if isinstance(node, ast.If) and not node.orelse:
         return all(_adds_path(program, one) for one in node.body)
     call = lone_call(node)

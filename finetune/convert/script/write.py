@@ -393,7 +393,7 @@ def _statements(draft: Draft) -> list[JsonObject]:
     live = {statement.id: place for place, statement in enumerate(draft.program.statements)}
     found = []
     for statement in draft.notebook.statements:
-        entry: dict[str, str] = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
+        entry: dict[str, str] = {"outcome": "dropped", "reason": "dead code: `if False:`"}
         if statement.id in live:
             one = draft.decisions[live[statement.id]]
             entry = {"outcome": one.outcome}

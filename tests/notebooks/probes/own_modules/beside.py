@@ -1,8 +1,6 @@
-# expect: converted
-# has: def render
-# has: EOS = "</s>"
-# hasnot: def unrelated
-# hasnot: sys.path
+# expect: refused R4
+# says: paste its code
+# says: src.rows
 # fast
 # cause: a helper module lies beside the notebook
 # %% [file] src/__init__.py

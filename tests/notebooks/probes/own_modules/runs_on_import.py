@@ -1,6 +1,6 @@
-# expect: converted
-# has: TOKENIZERS_PARALLELISM
-# hasnot: argparse
+# expect: refused R4
+# says: paste its code
+# says: prompts
 # cause: a module beside the notebook acts when it is imported, and is a program as well
 # %% [file] prompts.py
 import argparse

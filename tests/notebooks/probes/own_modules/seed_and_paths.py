@@ -1,8 +1,7 @@
 # expect: converted
 # hasnot: hf_login
 # cause: a module's set_seed, a folder computed with Path, and a model that typing.cast is given
-# %% [file] src/__init__.py
-# %% [file] src/tools.py
+# %%
 import os
 import random
 import numpy as np
@@ -25,7 +24,6 @@ import sys
 from pathlib import Path
 from typing import cast
 sys.path.append(str(Path().resolve()))
-from src.tools import hf_login, set_seed
 hf_login()
 set_seed(5)
 # %%

@@ -1,6 +1,5 @@
-# expect: converted
-# has: def to_text
-# hasnot: import *
+# expect: refused R4
+# says: paste its code
 # cause: every name of a module beside the notebook
 # %% [file] helper_functions.py
 import re

@@ -1,6 +1,5 @@
-# expect: converted
-# has: def changed
-# hasnot: "old"
+# expect: refused R4
+# says: paste its code
 # cause: the notebook gives a name of the imported module a new meaning before it uses it
 # %% [file] helper_functions.py
 def to_text(row):

@@ -1,5 +1,5 @@
-# expect: converted
-# says: `trainer.train(resume_from_checkpoint=True)` is left out
+# expect: refused R2
+# says: the same trainer trains again
 # cause: training goes on after an interruption, in a second cell
 # %%
 from datasets import load_dataset

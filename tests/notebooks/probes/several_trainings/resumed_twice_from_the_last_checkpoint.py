@@ -1,5 +1,5 @@
-# expect: converted
-# says: is left out
+# expect: refused R2
+# says: the same trainer trains again
 # cause: the last checkpoint is looked for by a function; the cell was run twice
 # %%
 from datasets import load_dataset
