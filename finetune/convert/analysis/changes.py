@@ -92,8 +92,7 @@ def refuse_late_changes(program: Program, trainers: Set[str], train: int) -> Non
             continue
         for inner in ast.walk(node):
             for target, _ in _set_attributes(inner):
-                allowed = (*_NO_EFFECT, *_ROWS, *(_TOKENIZER if gives_own_tokenizer(program, place) else ()))
-                if ast.unparse(target.value) in owners and target.attr not in allowed:
+                if ast.unparse(target.value) in owners and target.attr not in (*_NO_EFFECT, *_ROWS):
                     _refuse_late(statement, target.attr, "changed", "set it before, in SFTConfig or SFTTrainer")
             if method(inner) in _SETS_UP and ast.unparse(inner.func.value) in owners:  # type: ignore[attr-defined]
                 _refuse_late(statement, method(inner), "called", "leave it out")
@@ -102,47 +101,6 @@ def refuse_late_changes(program: Program, trainers: Set[str], train: int) -> Non
 def _refuse_late(statement: Statement, name: str, what: str, remedy: str) -> NoReturn:
     reason = f"{name} is {what} after the trainer is created (`{statement.head[:80]}`); {remedy}"
     raise Refusal("R4", reason, statement.cell)
-
-
-def gives_own_tokenizer(program: Program, place: int) -> bool:
-    """`trainer.tokenizer = tokenizer`, of a trainer that was created with the same object; or with none, if tokenizer
-    and model come from the same place."""
-    node = program.statements[place].node
-    target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-    if not (isinstance(target, ast.Attribute) and target.attr in _TOKENIZER and isinstance(target.value, ast.Name)):
-        return False
-    trainer, value = target.value.id, node.value  # type: ignore[attr-defined]
-    for earlier in range(place - 1, -1, -1):
-        e, made = program.effects[earlier], getattr(program.statements[earlier].node, "value", None)
-        if trainer in e.all_binds:
-            call = made if trainer in e.binds and isinstance(made, ast.Call) else None
-            if call is None or not program.dotted(call.func).endswith("SFTTrainer"):
-                return False
-            given = [ast.unparse(item.value) for item in call.keywords if item.arg in _TOKENIZER]
-            models = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
-            if not given and target.attr == "tokenizer" and all(item.arg for item in call.keywords):
-                return len(_origins(program, value)) == 1 and _origins(program, value) == _origins(program, *models)
-            return isinstance(value, ast.Name) and given == [value.id]
-        if isinstance(value, ast.Name) and value.id in e.all_binds:
-            return False
-    return False
-
-
-def _origins(program: Program, *names: ast.expr) -> set[str]:
-    """What a tokenizer or model is loaded from."""
-    wanted = {one.id for one in names if isinstance(one, ast.Name)}
-    calls = [
-        one.node.value
-        for one, e in zip(program.statements, program.effects, strict=True)
-        if e.all_binds & wanted and isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
-    ]
-    loads = [call for call in calls if ast.unparse(call.func).endswith(".from_pretrained")]
-    given = [[*call.args[:1], *(item.value for item in call.keywords if item.arg in _NAME)] for call in loads]
-    return {ast.unparse(one) for values in given for one in values[:1]}
-
-
-_NAME = ("pretrained_model_name_or_path", "model_name")
-_TOKENIZER = ("processing_class", "tokenizer")
 
 
 # --- changes in place -------------------------------------------------------------------------------------------------

@@ -434,7 +434,7 @@ def _refuse_lost(draft: Draft) -> None:
         own = code.own_targets(statement.node)
         if decision.outcome != "dropped":
             needed = needed - e.binds | ((e.all_reads | e.changes) - own)
-        elif not is_import(statement.node) and decision.reason not in (leave_out.GIVEN, leave_out.TRACKER):
+        elif not is_import(statement.node) and decision.reason != leave_out.TRACKER:
             models = draft.models | draft.trainers
             lost = changed_in_place(draft.program, statement.node, models, draft.roles)
             placed = leave_out.on_device(decision.reason) and e.all_binds <= e.reads  # `model = model.to("cuda")`

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 
-from finetune.convert.analysis.changes import changed_in_place, gives_own_tokenizer, moves
+from finetune.convert.analysis.changes import changed_in_place, moves
 from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
 from finetune.convert.analysis.names import (
     DEFINITIONS,
@@ -30,7 +30,6 @@ from finetune.convert.script.draft import Draft
 from finetune.convert.script.shells import leaves_nothing
 
 TRACKER = "account or service: a tracker"
-GIVEN = "the trainer has this tokenizer already"
 FETCHED = "a download that nothing kept uses"
 GENERATED = "a file with values that are left out"
 _OF_LEFT_OUT = "it works on what is left out"
@@ -122,7 +121,6 @@ _NEVER = (
     "each rank has its own device",
     "the launcher",
     "the trainer sets",
-    "the trainer has",
     "saved before",
     "left to you",
     FETCHED,
@@ -161,8 +159,6 @@ def reason(draft: Draft, place: int) -> str | None:
         return None
     if isinstance(node, DEFINITIONS):
         return "unused definition"
-    if gives_own_tokenizer(draft.program, place):
-        return GIVEN
     if _adds_path(draft.program, node):
         return "the script imports no module of the repository"
     if fetched_package(draft.program, node):

@@ -25,7 +25,7 @@ MOST = {
     "finetune/bench": (1440, 17),
     "finetune/chat": (1066, 9),
     "finetune/config": (3281, 12),
-    "finetune/convert": (6560, 33),
+    "finetune/convert": (6515, 33),
     "finetune/data": (5959, 25),
     "finetune/doctor": (1019, 10),
     "finetune/drop_in": (2544, 13),

@@ -1,5 +1,5 @@
-# expect: converted
-# hasnot: trainer.tokenizer
+# expect: refused R4
+# says: set it before, in SFTConfig or SFTTrainer
 # cause: the trainer has no tokenizer, loads that of the model, and is given the same one later
 # %%
 from datasets import load_dataset

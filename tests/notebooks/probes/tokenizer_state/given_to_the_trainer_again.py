@@ -1,5 +1,5 @@
-# expect: converted
-# hasnot: trainer.tokenizer
+# expect: refused R4
+# says: set it before, in SFTConfig or SFTTrainer
 # cause: the trainer is given the tokenizer that it has, after its creation
 # %%
 from datasets import load_dataset
