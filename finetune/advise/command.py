@@ -16,7 +16,7 @@ from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_
 from finetune.runtime.files import write_json
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
-from finetune.runtime.options import Options, counts, path, price
+from finetune.runtime.options import Options, counts, number, path
 from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def own_options() -> Options:
     found = Options("advise", PURPOSE, notes=NOTES, script=True)
     default = "default: 1, 2, 4 and 8, up to the number of GPUs; 1,2 on a CPU"
     found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
-    found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run")
+    found.add("--price-per-gpu-hour", number, "X", "also print the cost of each run")
     comm = "read the all-reduce from an earlier `finetune bench comm --json`, of this machine or another"
     found.add("--comm", path, "FILE.json", comm)
     found.add_switch("--fastest", "recommend the fastest world size at any efficiency (default: at least 70%%)")

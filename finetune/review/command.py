@@ -12,7 +12,7 @@ from finetune.review import run as runs
 from finetune.review.assemble import Review, review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
 from finetune.runtime.files import to_json_types, write_json, write_text
-from finetune.runtime.options import Options, path, percent
+from finetune.runtime.options import Options, number, path
 
 PURPOSE = (
     "Explain recorded runs: what limits each of them, the evidence, what to change and the expected gain."
@@ -40,9 +40,9 @@ def own_options() -> Options:
     found.add("--explain", str, "RULE", "explain a rule, such as host-bound, and review nothing")
     found.add_switch("--strict", "exit with 1 if a finding is a warning")
     slower = "exit with 1 if a run is slower than the first one by more: time per step, tokens/s per GPU"
-    found.add("--max-slowdown", percent, "PERCENT", slower)
+    found.add("--max-slowdown", number, "PERCENT", slower)
     worse = "exit with 1 if a run's last loss or held-out loss is higher than the first one's by more"
-    found.add("--max-loss-increase", percent, "PERCENT", worse)
+    found.add("--max-loss-increase", number, "PERCENT", worse)
     return found
 
 

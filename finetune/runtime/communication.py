@@ -1,8 +1,7 @@
-"""Exposed and overlapped gradient communication, from DDP's own logging and from profiler traces."""
+"""Exposed and overlapped gradient communication, from DDP's own logging."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 DDP_SAMPLES, DDP_INTERVAL = 10, 100  # DDP collects statistics in its first 10 steps, then in every 100th step
@@ -23,33 +22,3 @@ def exposed_and_hidden(model: Any) -> tuple[float, float] | None:
         return None
     hidden = min(data["backward_compute_comm_overlap_time"], data["backward_comm_time"])
     return (data["backward_comm_time"] - hidden) / 1e9, hidden / 1e9
-
-
-def kernel_communication(events: Sequence[Any], steps: int) -> dict[str, float] | None:
-    """Seconds per step in which NCCL kernels ran, in total and while no other kernel ran; None without NCCL kernels.
-
-    Args:
-        events: `torch.profiler.profile.events()` of `steps` steps.
-    """
-    from torch.autograd import DeviceType
-
-    kernels = [
-        event
-        for event in events
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-    nccl = [(event.time_range.start, event.time_range.end) for event in kernels if event.name.startswith("nccl")]
-    others = [(event.time_range.start, event.time_range.end) for event in kernels if not event.name.startswith("nccl")]
-    if not nccl:
-        return None
-    exposed = union_length([*nccl, *others]) - union_length(others)
-    return {"communication_seconds": union_length(nccl) / steps / 1e6, "exposed_seconds": exposed / steps / 1e6}
-
-
-def union_length(intervals: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of intervals (start, end)."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return length

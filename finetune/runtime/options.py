@@ -212,26 +212,12 @@ def one_of(*allowed: str) -> Any:
 
 def number(text: str) -> float:
     """A finite number of at least 0."""
-    return _at_least_zero(text, "a number")
-
-
-def price(text: str) -> float:
-    """A finite number of at least 0."""
-    return _at_least_zero(text, "a price")
-
-
-def percent(text: str) -> float:
-    """A finite percentage of at least 0, without its sign."""
-    return _at_least_zero(text, "a percentage, such as 5,")
-
-
-def _at_least_zero(text: str, what: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"expected {what} of at least 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
     return number
 
 

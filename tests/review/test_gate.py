@@ -138,7 +138,7 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
     [
         (("a", "--max-slowdown", "5"), "there is only one: a"),
         ((".", "b", "--max-slowdown", "5"), "the baseline must be one run"),
-        (("a", "b", "--max-slowdown", "-1"), "expected a percentage, such as 5, of at least 0, got '-1'"),
+        (("a", "b", "--max-slowdown", "-1"), "expected a number of at least 0, got '-1'"),
         (("a", "b", "--max-loss-increase", "nan"), "of at least 0, got 'nan'"),
         (("a", "b", "--max-slowdown", "5%"), "of at least 0, got '5%'"),
     ],

@@ -52,7 +52,7 @@ def default_threads(cores: int, ranks: int) -> int:
 
 def user_threads() -> int | None:
     """The number that the user has set; None if there is none, or only one that the launcher has set."""
-    asked = distributed.launcher_setting(PER_PROCESS)
+    asked = distributed.launcher_profile().get(PER_PROCESS)
     environment = launcher.environment() if launcher.is_library() else os.environ
     return _number(asked) or _number(environment.get(VARIABLE))
 

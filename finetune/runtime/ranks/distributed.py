@@ -147,12 +147,6 @@ def launcher_profile() -> JsonObject:
     return profile
 
 
-def launcher_setting(name: str) -> Any:
-    """A setting of the `accelerate launch` that started this process, from its options or its profile; None if it is
-    not set."""
-    return launcher_profile().get(name)
-
-
 def wants_cpu() -> bool:
     """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
     return bool(launcher_profile().get("use_cpu"))

@@ -324,7 +324,6 @@ def exit_hung(
     peers: Mapping[int, tuple[int, float]],
     message: str,
     silent: Sequence[int],
-    store_answers: bool,
 ) -> None:
     """Report that ranks are missing and end this process, from any thread. Returns if another rank has failed first.
 
@@ -335,9 +334,8 @@ def exit_hung(
         on_failure: called with `message`, and with `in_place_of_main=True` if rank 0 cannot write its record.
         peers: process ids and times of creation of the other ranks on this machine, by rank.
         silent: the ranks that do not answer.
-        store_answers: whether the other ranks can be reached.
     """
-    if store_answers and not ((first := claim(message)).is_own and first.message == message):
+    if not ((first := claim(message)).is_own and first.message == message):
         return
     write_error(message)
     if on_failure is not None:

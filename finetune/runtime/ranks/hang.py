@@ -33,7 +33,6 @@ POLL_SECONDS = 1.0
 SLOW_SECONDS = 120.0  # in one phase, before it is reported; or so many median steps if that is longer:
 SLOW_STEPS = 20
 ANSWER_SECONDS = 5.0  # that ranks have to answer a request
-SILENT_STORE_SECONDS = 10.0  # without an answer from the store, before its host counts as stuck
 BACKSTOP_SECONDS = 60  # by which torch's timeout of the training's collectives exceeds training.ddp_timeout
 # torch's timeout of host collectives. They wait for work of one rank alone, such as saving a model to a slow disk.
 HOST_SECONDS = 24 * 3600
@@ -46,14 +45,13 @@ def slow_phase_seconds(step_seconds: list[float]) -> float:
     return max(SLOW_SECONDS, SLOW_STEPS * statistics.median(step_seconds)) if step_seconds else SLOW_SECONDS
 
 
-Fail = Callable[[str, list[int], bool], None]
+Fail = Callable[[str, list[int]], None]
 
 
 class Watch:
     """Follows this rank, and answers for it.
 
-    `poll` is called once a second by the thread that polls the store. `guard` runs in a second thread, which needs no
-    store: a rank that hosts the store and is stopped takes the store with it.
+    `poll` is called once a second by the thread that polls the store.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Watch:
         store: RankStore,
         limit: float,
         setting: str | None,
-        store_rank: int | None,
         read_activity: Callable[[int], activity.Activity | None],
         fail: Fail,
     ) -> None:
@@ -72,20 +69,18 @@ class Watch:
         Args:
             limit: seconds that a collective may wait.
             setting: the name of that limit for the user; None if it cannot be set.
-            store_rank: the rank whose process hosts the store, or None if it is the launcher.
             read_activity: what a rank that does not answer is doing, if that can be found out.
-            fail: `fail(message, silent ranks, whether the store answers)` ends the run.
+            fail: `fail(message, silent ranks)` ends the run.
         """
         self.rank, self.world_size, self.store, self.limit = rank, world_size, store, limit
-        self.setting, self.store_rank, self.fail = setting, store_rank, fail
+        self.setting, self.fail = setting, fail
         self.folder: Path | None = None  # of the reports; without one, only a timeout is looked for
         self._pending = rank_status.PendingCollectives()
         self._next_limit = limit
         self._reported: activity.Activity | None = None
         self._warned: set[tuple[int, str]] = set()
         self._request, self._number = "", 0
-        self._store_answered_at = time.monotonic()
-        self._read_activity, self._last_of_host = read_activity, None
+        self._read_activity = read_activity
         self._steps = StepTimes()
 
     def status(self) -> RankStatus:
@@ -106,8 +101,6 @@ class Watch:
         at, own = activity.current(), self.status()
         self._steps.note(at)
         self.store.set(f"{STATUS}/{self.rank}", own.to_json())
-        if self.store_rank not in (None, self.rank):
-            self._last_of_host = self._last_status(self.store_rank)
         kind = self._report_kind(at, own)
         raw = self.store.get(REQUEST).decode() if self.store.check([REQUEST]) else ""
         if kind is not None and raw == self._request:
@@ -118,26 +111,6 @@ class Watch:
             self._request, self._number = raw, request["number"]
             self._answer(request["kind"])
             self._conclude(request["kind"])
-        self._store_answered_at = time.monotonic()
-
-    def guard(self, stop: threading.Event) -> None:
-        """End the run if a collective has reached its limit and the store does not answer."""
-        while not stop.wait(POLL_SECONDS):
-            own = self.status()
-            silent_for = time.monotonic() - self._store_answered_at
-            if self.store_rank in (None, self.rank) or silent_for < SILENT_STORE_SECONDS or own.waited < self.limit:
-                continue
-            stop.wait(self.rank - 1)  # the lowest of the others reports, and its end is theirs
-            report = Report(
-                kind=TIMEOUT,
-                world_size=self.world_size,
-                answered=(own,),
-                silent={self.store_rank: self._read_status(self.store_rank) or self._last_of_host},
-                limit=self.limit,
-            )
-            self._write_stacks(TIMEOUT)
-            self._write_report(report)
-            self.fail(self._error(report), list(report.silent), False)
 
     def _report_kind(self, at: activity.Activity, own: RankStatus) -> str | None:
         """The kind of report that this rank requests now; None if it requests none."""
@@ -174,7 +147,7 @@ class Watch:
         )
         self._write_report(report)
         if kind == TIMEOUT and not report.working:
-            self.fail(self._error(report), list(report.silent), True)
+            self.fail(self._error(report), list(report.silent))
         else:
             self._warn(report)
 
@@ -182,7 +155,7 @@ class Watch:
         at = self._read_activity(rank)
         return rank_status.from_activity(rank, at) if at else None
 
-    def _last_status(self, rank: int | None) -> RankStatus | None:
+    def _last_status(self, rank: int) -> RankStatus | None:
         key = f"{STATUS}/{rank}"
         return (
             dataclasses.replace(RankStatus.from_json(self.store.get(key)), old=True)
@@ -264,13 +237,10 @@ class StepTimes:
 _watch: Watch | None = None
 
 
-def start(watch: Watch, stop: threading.Event) -> threading.Thread:
-    """Make `watch` the one of this process and start its guard, a thread. The caller calls `watch.poll()`."""
+def start(watch: Watch) -> None:
+    """Make `watch` the one of this process. The caller calls `watch.poll()`."""
     global _watch
     _watch = watch
-    guard = threading.Thread(target=watch.guard, args=(stop,), daemon=True)
-    guard.start()
-    return guard
 
 
 @contextlib.contextmanager
@@ -291,7 +261,6 @@ def reporting(folder: Path) -> Iterator[None]:
         store=HashStore(),
         limit=float("inf"),
         setting=None,
-        store_rank=None,
         read_activity=lambda rank: None,
         fail=lambda *_: None,
     )

@@ -97,16 +97,15 @@ def _start_watching(
         store=failures.default_store(),
         limit=timeout_seconds,
         setting=timeout_setting,
-        store_rank=None if rendezvous.launcher_hosts_it() else 0,
         read_activity=lambda rank: activity.read_from_process(peers[rank], here[rank][2]) if rank in peers else None,
         fail=functools.partial(failures.exit_hung, on_failure, started),
     )
     failures.set_failure_handler(on_failure, started)
     multinode.node.hand_over()
-    guard = hang.start(watch, failures.stopping)
+    hang.start(watch)
     others = threading.Thread(target=failures.watch_other_ranks, args=(on_failure, peers, watch.poll), daemon=True)
     others.start()
-    return [guard, others]
+    return [others]
 
 
 @contextlib.contextmanager

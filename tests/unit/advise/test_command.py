@@ -25,8 +25,8 @@ from tests.helpers.advise import FULL, SIZE, DryRuns, FakeBench, all_reduce, car
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a price of at least 0, got '-1'"),
-        (["--price-per-gpu-hour", "nan"], "expected a price of at least 0"),
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a number of at least 0, got '-1'"),
+        (["--price-per-gpu-hour", "nan"], "expected a number of at least 0"),
         (["--world-sizes", "1,two"], "expected integers of at least 1, such as 1,2,4"),
         (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
         (["--comm", "missing.json"], "Not a valid result of `finetune bench comm --json`"),

@@ -45,7 +45,7 @@ def test_what_the_user_has_set_is_kept(
         monkeypatch.setenv(cpu_threads.VARIABLE, own)
     monkeypatch.setattr(launcher, "is_library", lambda: library)
     monkeypatch.setattr(launcher, "environment", lambda: {} if before is None else {cpu_threads.VARIABLE: before})
-    monkeypatch.setattr(distributed, "launcher_setting", lambda name: option)
+    monkeypatch.setattr(distributed, "launcher_profile", lambda: {cpu_threads.PER_PROCESS: option})
     assert cpu_threads.user_threads() == given
 
 

@@ -52,7 +52,6 @@ class Shared:
             store=self.store,
             limit=LIMIT,
             setting="training.ddp_timeout",
-            store_rank=0,
             read_activity=lambda other: None,
             fail=lambda *what: self.ended.append((rank, *what)),
         )
@@ -76,8 +75,8 @@ def test_the_first_that_reaches_the_limit_requests_and_the_lowest_that_answers_e
     assert not shared.ended and not (tmp_path / "hang").exists()
     shared.statuses[1] = waits(1)
     shared.watches[1].poll()
-    (rank, message, silent, reachable), folder = shared.ended[0], tmp_path / "hang"
-    assert (rank, silent, reachable) == (1, [0], True)
+    (rank, message, silent), folder = shared.ended[0], tmp_path / "hang"
+    assert (rank, silent) == (1, [0])
     assert message.startswith(
         "Rank 0 is missing at step 7: it does not answer and last reported step 7, phase forward;"
     )
@@ -152,7 +151,6 @@ def test_a_host_collective_is_seen_while_it_waits() -> None:
         store=HashStore(),
         limit=LIMIT,
         setting=None,
-        store_rank=None,
         read_activity=lambda rank: None,
         fail=lambda *what: None,
     )
