@@ -151,9 +151,15 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     from finetune.engine.checkpoint import output_folder
     from finetune.engine.preflight import model_files
 
-    room = needed * (1 if tools is None else 2) + SPARE_BYTES
-    output_folder.check_space(_existing(out), room, "the export", option="--out")
-    with output_folder.explain_full_disk(_existing(out), "the export"), files.staging(out) as folder:
+    room, near = (
+        needed * (1 if tools is None else 2) + SPARE_BYTES,
+        files.nearest_folder(out.absolute().parent, "--out"),
+    )
+    output_folder.check_space(out, room, "the export", option="--out")
+    with (
+        output_folder.explain_full_disk(near, "the export"),
+        files.staging(out) as folder,
+    ):
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
@@ -426,18 +432,6 @@ def publish(options: argparse.Namespace) -> JsonObject:
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
-
-
-def _existing(out: Path) -> Path:
-    """The nearest folder above `out` that exists.
-
-    Raises:
-        UserError: a file is in the way.
-    """
-    found = files.nearest_existing(out.absolute().parent)
-    if not found.is_dir():
-        raise UserError(f"--out {out} is below {found}, which is a file. Give another folder.")
-    return found
 
 
 def _gigabytes(text: str) -> int:

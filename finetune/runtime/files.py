@@ -231,6 +231,22 @@ def nearest_existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
+def nearest_folder(path: Path, given: str) -> Path:
+    """A folder, or the nearest one above it that exists.
+
+    Args:
+        given: the option or key.
+
+    Raises:
+        UserError: a file or a broken symbolic link is in the way.
+    """
+    found = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    if found.is_dir():
+        return found
+    kind = "a file" if found.exists() else f"a symbolic link to {os.readlink(found)}, which does not exist"
+    raise UserError(f"{given} is {path}, and {found} is {kind}. Give a folder.")
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Check, before the work, that a file can be written in this place as far as that is known.
 

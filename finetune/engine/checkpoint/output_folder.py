@@ -43,7 +43,7 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
         UserError: one of these is not so.
     """
     files.check_name(output_dir, "training.output_dir")
-    parent = _nearest_existing_folder(output_dir)
+    parent = files.nearest_folder(output_dir, "training.output_dir")
     existing = run_files(output_dir)
     if existing and not resuming and not overwrite:
         raise UserError(output_taken_message(output_dir, existing))
@@ -128,26 +128,6 @@ def output_taken_message(output_dir: Path | str, existing: list[str]) -> str:
         "training.resume_from_checkpoint: true; for a new run give another folder, or set "
         "training.overwrite_output_dir: true to replace it."
     )
-
-
-def _nearest_existing_folder(output_dir: Path) -> Path:
-    """The output folder, or the nearest folder above it that exists.
-
-    Raises:
-        UserError: a file or a broken symbolic link is in the way.
-    """
-    for path in (output_dir, *output_dir.absolute().parents):
-        if path.is_dir():
-            return path
-        if path.is_symlink() and not path.exists():
-            raise UserError(
-                f"training.output_dir is {output_dir}: {path} is a symbolic link to {os.readlink(path)}, which does "
-                "not exist. Create that folder, or give another one."
-            )
-        if path.exists():
-            where = "which is a file" if path == output_dir else f"which is below {path}, a file"
-            raise UserError(f"training.output_dir is {output_dir}, {where}. Give a folder.")
-    raise UserError(f"training.output_dir is {output_dir}: no folder above it exists. Give another folder.")
 
 
 def clear(output_dir: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_disk_without_space(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     words = ends(capsys, [str(run_folder), "--to", "merged", "--out", str(tmp_path / "out")], 2)
-    assert f"--out is {tmp_path}, whose disk has 1 MiB free; the export needs 64 MiB" in words
+    assert f"--out is {tmp_path / 'out'}, whose disk has 1 MiB free; the export needs 64 MiB" in words
     assert not (tmp_path / "out").exists()
 
 

@@ -141,7 +141,7 @@ def test_a_lock_that_names_another_file_leaves_it_alone(
 def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """output_folder.check_output is next, and knows what is wrong; any other reason is said."""
     (tmp_path / "file").write_text("")
-    with runlock.lock(tmp_path / "file", print), pytest.raises(UserError, match="which is a file"):
+    with runlock.lock(tmp_path / "file", print), pytest.raises(UserError, match="file is a file"):
         output_folder.check_output(tmp_path / "file", resuming=False, overwrite=False)
 
     def full(*arguments: object) -> None:

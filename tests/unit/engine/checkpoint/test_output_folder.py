@@ -50,8 +50,8 @@ def test_output_that_is_a_file_or_has_no_room(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for given, words in (
-        ("file", "which is a file"),
-        ("file/deep/er", "file, a file. Give a folder"),
+        ("file", "and .*file is a file. Give a folder"),
+        ("file/deep/er", "and .*file is a file. Give a folder"),
         ("link", "symbolic link to .*nowhere, which does not exist"),
         ("link/deep", "symbolic link to .*nowhere, which does not exist"),
     ):
