@@ -1,21 +1,17 @@
 """The embedded demo: what `accelerate launch -m finetune.train` trains without --config.
 
-A small Llama with random weights, its tokenizer and an instruction dataset, generated from a seed without a download.
-Once they are on disk, they take the same code path as a user's own model and data.
+A small Llama with random weights from a seed; its tokenizer and an instruction dataset are files of this package. Once
+they are on disk, they take the same code path as a user's own model and data.
 
 The task is to follow eight kinds of instruction about small scenes, such as "What color is the last thing? Anna has a
 red key. Ben has a blue map." No fact (owner, color and thing) of a held-out scene occurs in training, so a correct
 answer is read from the prompt, not memorized.
 """
 
-import itertools
-import json
-import random
+import gzip
 import shutil
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from filelock import FileLock
 
@@ -24,33 +20,14 @@ from finetune.errors import RunError
 from finetune.runtime.types import JsonObject
 
 VERSION = 1  # increment when the output of materialize changes: folders of other versions are not reused
-TRAIN_ROWS = 6144
 EVAL_ROWS = 192
-KINDS = 8
 MAX_LENGTH = 64  # tokens; no rendered row is longer
 MAX_NEW_TOKENS = 16  # no answer is longer, its end-of-turn token included
 GLOBAL_BATCH_SIZE = 64
 
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Karin Leo".split()
-COLORS = "red blue green black white brown pink grey purple yellow golden silver".split()
-THINGS = "key map hat cup book lamp ball coat bag pen box ring".split()
-
-END_OF_TEXT, TURN_START, TURN_END, PAD = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-CHAT_TEMPLATE = (  # ChatML
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+DATA = Path(__file__).with_name("demo_data")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,33 +39,24 @@ class DemoPaths:
     eval_file: Path
 
 
-class Fact(NamedTuple):
-    name: str
-    color: str
-    thing: str
+def materialize(folder: Path) -> DemoPaths:
+    """Write the demo under `folder`, or reuse a complete one from an earlier call.
 
-    def __str__(self) -> str:
-        return f"{self.name} has a {self.color} {self.thing}."
-
-
-def materialize(folder: Path, seed: int = 0) -> DemoPaths:
-    """Write the demo of this seed under `folder`, or reuse a complete one from an earlier call.
-
-    The same seed and library versions give the same bytes. Several processes may call it at once: one writes, the
-    others wait. A killed call leaves nothing that a later one would mistake for the demo. Imports transformers, so
-    Unsloth, if used, must be imported first.
+    The same library versions give the same bytes. Several processes may call it at once: one writes, the others wait. A
+    killed call leaves nothing that a later one would mistake for the demo. Imports transformers, so Unsloth, if used,
+    must be imported first.
 
     Raises:
         RunError: the folder cannot be written.
     """
-    home = _home(folder, seed)
+    home = _home(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{home}.lock"):
             if not _is_complete(home):
                 unfinished = home.with_name(f"{home.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
-                _write(_paths(unfinished), seed)
+                _write(_paths(unfinished))
                 if not _is_complete(unfinished):  # never let the next run fail on what this one wrote
                     raise OSError(f"files are missing in {unfinished}")
                 shutil.rmtree(home, ignore_errors=True)
@@ -101,8 +69,8 @@ def materialize(folder: Path, seed: int = 0) -> DemoPaths:
     return _paths(home)
 
 
-def _home(folder: Path, seed: int) -> Path:
-    return folder / f"demo-v{VERSION}-seed{seed}"
+def _home(folder: Path) -> Path:
+    return folder / f"demo-v{VERSION}-seed0"
 
 
 def _paths(home: Path) -> DemoPaths:
@@ -115,98 +83,27 @@ def _is_complete(home: Path) -> bool:
     return all(file.is_file() for file in files)
 
 
-def _write(paths: DemoPaths, seed: int) -> None:
-    train, held_out = rows(seed)
+def _write(paths: DemoPaths) -> None:
     paths.model_dir.mkdir(parents=True)
-    write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
-    for file, content in ((paths.train_file, train), (paths.eval_file, held_out)):
-        file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(DATA / name, paths.model_dir / name)
+    write_model(paths.model_dir)
+    paths.train_file.write_bytes(gzip.decompress((DATA / "train.jsonl.gz").read_bytes()))
+    shutil.copyfile(DATA / "eval.jsonl", paths.eval_file)
 
 
-def rows(seed: int) -> tuple[list[JsonObject], list[JsonObject]]:
-    """Training rows and held-out rows, {"messages": [user, assistant]} each, with equal shares of every kind of
-    instruction.
-
-    No prompt occurs twice, and no fact of a held-out prompt occurs in a training prompt.
-    """
-    rng = random.Random(seed)
-    facts = [Fact(*words) for words in itertools.product(NAMES, COLORS, THINGS)]
-    rng.shuffle(facts)
-    held_out, train = facts[: len(facts) // 8], facts[len(facts) // 8 :]
-    return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
-
-
-def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[JsonObject]:
-    answers: dict[str, str] = {}
-    while len(answers) < count:
-        scene = rng.sample(facts, rng.choice((2, 3)))
-        if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # no name, color or thing twice
-            prompt, answer = make_instruction(len(answers) % KINDS, scene)
-            answers[prompt] = answer
-    return [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
-        for prompt, answer in answers.items()
-    ]
-
-
-def make_instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
-    """The prompt of this kind about a scene of two or three facts, and its answer."""
-    scene = " ".join(map(str, facts))
-    first, last = facts[0], facts[-1]
-    names = [fact.name for fact in facts]
-    return (
-        (f"Who is named first? {scene}", first.name),
-        (f"Who is named last? {scene}", last.name),
-        (f"What does the first person have? {scene}", f"a {first.color} {first.thing}"),
-        (f"What color is the last thing? {scene}", f"It is {last.color}."),
-        (f"List the names: {scene}", ", ".join(names)),
-        (f"List the names backwards: {scene}", ", ".join(reversed(names))),
-        (f"List the names in capitals: {scene}", ", ".join(names).upper()),
-        (f"Repeat the last sentence: {scene}", str(last)),
-    )[kind]
-
-
-def write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
-    """A Llama of half a million random weights, and a byte-level BPE tokenizer trained on `texts`."""
+def write_model(folder: Path) -> None:
+    """A Llama of half a million random weights."""
     import torch  # here, not above: Unsloth must be imported before transformers
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        itertools.chain(texts, ("system", "user", "assistant")),
-        trainers.BpeTrainer(
-            vocab_size=1024,  # an upper bound: merging ends near 500, when every word is one token
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # any text can be encoded
-            show_progress=False,
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END_OF_TEXT,
-        eos_token=TURN_END,
-        pad_token=PAD,
-        additional_special_tokens=[TURN_START],
-        model_max_length=256,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-
-    ids: JsonObject = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    ids: JsonObject = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}  # of the tokenizer
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # CPU only: torch.manual_seed would also seed the GPUs
+        torch.default_generator.manual_seed(0)  # CPU only: torch.manual_seed would also seed the GPUs
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(tokenizer),
+                vocab_size=504,
                 hidden_size=128,
                 intermediate_size=384,
                 num_hidden_layers=2,
@@ -278,7 +175,7 @@ and start it:
 
 def configure(config: Config, folder: Path, world_size: int) -> Config:
     """`config` with the demo's model, data and settings, except for keys that the user has set."""
-    paths = _paths(_home(folder, 0))
+    paths = _paths(_home(folder))
     own = overrides(world_size)
     own["model"]["model_name_or_path"] = str(paths.model_dir)
     own["data"] |= {"train_file": str(paths.train_file), "eval_file": str(paths.eval_file)}

@@ -18,6 +18,7 @@ from finetune.errors import RunError
 from tests.helpers import ROOT, launch
 
 PRETRAINED = ROOT / "examples" / "pretrained"
+FACT = re.compile(r"(\w+) has a (\w+) (\w+)\.")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def home(paths: demo.DemoPaths) -> Path:
 
 
 def facts(prompt: str) -> set[tuple[str, str, str]]:
-    return set(re.findall(r"(\w+) has a (\w+) (\w+)\.", prompt))
+    return set(FACT.findall(prompt))
 
 
 @pytest.mark.process
@@ -81,13 +82,6 @@ demo.materialize(pathlib.Path(sys.argv[1]))
     done = launch.python(["-c", code, str(tmp_path)], cache=tmp_path.parent)
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / home(paths).name) == contents(home(paths))
-
-
-def test_another_seed_gives_other_weights_and_other_rows(paths: demo.DemoPaths, tmp_path: Path) -> None:
-    other = contents(home(demo.materialize(tmp_path, seed=1)))
-    for name, content in contents(home(paths)).items():
-        if name in ("model/model.safetensors", "train.jsonl", "eval.jsonl"):
-            assert other[name] != content, name
 
 
 def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
@@ -141,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pat
 
 def test_no_held_out_prompt_and_no_fact_of_one_occurs_in_training(paths: demo.DemoPaths) -> None:
     train, held_out = turns(paths.train_file), turns(paths.eval_file)
-    assert (len(train), len(held_out)) == (demo.TRAIN_ROWS, demo.EVAL_ROWS)
+    assert (len(train), len(held_out)) == (6144, demo.EVAL_ROWS)
     assert len({prompt for prompt, _ in train + held_out}) == len(train) + len(held_out)
     seen = set().union(*(facts(prompt) for prompt, _ in train))
     asked = set().union(*(facts(prompt) for prompt, _ in held_out))
@@ -151,29 +145,28 @@ def test_no_held_out_prompt_and_no_fact_of_one_occurs_in_training(paths: demo.De
 
 def test_kinds_of_instruction_are_shared_equally(paths: demo.DemoPaths) -> None:
     counts = Counter(re.split(r"[:?]", prompt)[0] for prompt, _ in turns(paths.eval_file))
-    assert len(counts) == demo.KINDS
-    assert set(counts.values()) == {demo.EVAL_ROWS // demo.KINDS}
+    assert len(counts) == len(QUESTIONS)
+    assert set(counts.values()) == {demo.EVAL_ROWS // len(QUESTIONS)}
 
 
+QUESTIONS = {
+    "Who is named first?": lambda scene: scene[0][0],
+    "Who is named last?": lambda scene: scene[-1][0],
+    "What does the first person have?": lambda scene: "a {1} {2}".format(*scene[0]),
+    "What color is the last thing?": lambda scene: f"It is {scene[-1][1]}.",
+    "List the names:": lambda scene: ", ".join(name for name, _, _ in scene),
+    "List the names backwards:": lambda scene: ", ".join(name for name, _, _ in scene[::-1]),
+    "List the names in capitals:": lambda scene: ", ".join(name.upper() for name, _, _ in scene),
+    "Repeat the last sentence:": lambda scene: "{} has a {} {}.".format(*scene[-1]),
+}
 SCENE = "Anna has a red key. Ben has a blue map."
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        (f"Who is named first? {SCENE}", "Anna"),
-        (f"Who is named last? {SCENE}", "Ben"),
-        (f"What does the first person have? {SCENE}", "a red key"),
-        (f"What color is the last thing? {SCENE}", "It is blue."),
-        (f"List the names: {SCENE}", "Anna, Ben"),
-        (f"List the names backwards: {SCENE}", "Ben, Anna"),
-        (f"List the names in capitals: {SCENE}", "ANNA, BEN"),
-        (f"Repeat the last sentence: {SCENE}", "Ben has a blue map."),
-    ],
-)
-def test_answers_are_right(prompt: str, answer: str) -> None:
-    scene = [demo.Fact("Anna", "red", "key"), demo.Fact("Ben", "blue", "map")]
-    assert (prompt, answer) in [demo.make_instruction(kind, scene) for kind in range(demo.KINDS)]
+def test_answers_are_right(paths: demo.DemoPaths) -> None:
+    for prompt, answer in turns(paths.train_file) + turns(paths.eval_file):
+        question, separator, _ = re.split(r"(?<=[:?])( )", prompt, maxsplit=1)
+        scene = FACT.findall(prompt)
+        assert separator and len(scene) in (2, 3) and answer == QUESTIONS[question](scene), prompt
 
 
 def test_model_loads_and_is_small(paths: demo.DemoPaths, tokenizer) -> None:
@@ -192,14 +185,16 @@ def test_tokenizer_gives_any_text_back(tokenizer, text: str) -> None:
 
 
 def test_special_tokens_are_distinct_and_single(tokenizer) -> None:
-    ids = [tokenizer(token).input_ids for token in demo.SPECIAL_TOKENS]
+    ids = [tokenizer(token).input_ids for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")]
     assert all(len(one) == 1 for one in ids) and len({one[0] for one in ids}) == len(ids)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (demo.END_OF_TEXT, "<|im_end|>", demo.PAD)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|im_end|>", "<|pad|>")
 
 
-def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
+def test_words_of_the_task_are_single_tokens(paths: demo.DemoPaths, tokenizer) -> None:
     """The model learns to pick words: one that is split makes the task a harder one than what was measured."""
-    for word in (*demo.NAMES, *demo.COLORS, *demo.THINGS):
+    words = {word for prompt, _ in turns(paths.train_file) for fact in facts(prompt) for word in fact}
+    assert len(words) == 36
+    for word in words:
         assert len(tokenizer(f" {word}").input_ids) == 1, word
 
 
