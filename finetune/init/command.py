@@ -62,36 +62,35 @@ def run(argv: list[str]) -> int:
     if options.schema is not None:
         return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
-    from finetune.init import config_file, detect, first_row, length
+    from finetune.init import config_file, detect
     from finetune.runtime.machine.hardware import survey
 
     machine = survey()
     print_line(f"Found: {detect.machine_in_words(machine)}")
+
+    def read_rows(name: str) -> Rows:
+        return detect.rows(name, options.columns)
+
     model = _answer("--model", "Model (Hub name or local folder)", options.model, detect.model)
-    rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, _rows(options))
+    rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, read_rows)
     print_line(f"  {rows.described}")
-    fit = length.fitted(rows)
-    if fit.sentence:
-        print_line(f"  {fit.sentence}")
-    if (template := config_file.template(model, rows)) is not None:
-        print_line("  model.chat_template is {}: {}".format(*template))
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
+    length = detect.length(rows)
     answers = config_file.Answers(
         model=model,
         rows=rows,
-        length=fit,
+        length=length,
         method=method,
         output_dir=output_dir,
         machine=detect.machine_in_words(machine),
     )
-    commands = config_file.commands(options.file, _launcher(fit.global_batch_size, machine))
+    commands = config_file.commands(options.file, _launcher(length.global_batch_size, machine))
     schema = options.file.with_name(SCHEMA)
     text = config_file.text(answers, schema.name, commands)
-    config = _checked(text)
+    _check(text)
     write_text(options.file, text)
     _write_schema(schema, overwrite=options.overwrite)
-    first_row.show(config, model, rows)
     print_line(f"Wrote {options.file} (and {schema.name}, with which editors complete and check it). Next:")
     for command in commands.values():
         print_line(f"  {command}")
@@ -106,12 +105,12 @@ def run(argv: list[str]) -> int:
     return DONE
 
 
-def _checked(text: str) -> Config:
-    """The configuration as a run reads it, before it is written: --columns may contradict the rows."""
+def _check(text: str) -> None:
+    """Load the configuration as a run does, before it is written: --columns may contradict the rows."""
     with tempfile.TemporaryDirectory(prefix="init-") as folder:
         file = Path(folder) / FILE
         file.write_text(text, encoding="utf-8")
-        return load(["--config", str(file)])
+        load(["--config", str(file)])
 
 
 def _check_target(file: Path, *, overwrite: bool) -> None:
@@ -150,35 +149,6 @@ def _answer(option: str, question: str, given: str | None, read: Callable[[str],
             return read(line.strip() or default or "")
         except UserError as error:
             print_line(f"  {error}")
-
-
-def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
-    from finetune.init import detect
-
-    def read(name: str) -> Rows:
-        try:
-            return detect.rows(name, options.columns)
-        except detect.UnknownFormat as error:
-            if options.columns or not sys.stdin.isatty():
-                raise
-            print_line(f"  These columns are no known format: {', '.join(error.columns)}.")
-            asked = {"instruction": "prompt", "output": "answer"}
-            choose = _one_of(error.columns)
-            fields = {
-                field: _answer("--columns", f"  Column with the {what}", None, choose) for field, what in asked.items()
-            }
-            return detect.rows(name, fields)
-
-    return read
-
-
-def _one_of(columns: list[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in columns:
-            raise UserError(f"no such column: {text}. The columns are {', '.join(columns)}.")
-        return text
-
-    return read
 
 
 def _ask_method(options: argparse.Namespace, model: Model, machine: Hardware) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config.load import dump_setting
-from finetune.init.detect import CONVERSATIONS, Model, Rows
-from finetune.init.length import Length
+from finetune.init.detect import CONVERSATIONS, Length, Model, Rows
 
 COMMENT_COLUMN = 44
 # Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning.
@@ -78,19 +77,10 @@ def _model(answers: Answers) -> list[str]:
     else:
         what = "QLoRA: true loads the frozen model in 4 bits and needs the least memory"
         lines.append(_line("load_in_4bit", answers.method == "qlora", what))
-    if (found := template(answers.model, answers.rows)) is not None:
-        lines.append(_line("chat_template", *found))
+    format = answers.rows.format
+    if answers.model.has_template is False and format is not None and format.name in CONVERSATIONS:
+        lines.append(_line("chat_template", "chatml", "the tokenizer has no template of its own"))
     return [*lines, ""]
-
-
-def template(model: Model, rows: Rows) -> tuple[str, str] | None:
-    """The chat template to set, and why; None if the model's own renders the rows."""
-    if rows.has_tool_calls and model.renders_tools is False:
-        why = "the model's own renders no tool calls" if model.has_template else "the tokenizer has no template"
-        return "chatml_tools", why
-    if model.has_template is False and rows.format is not None and rows.format.name in CONVERSATIONS:
-        return "chatml", "the tokenizer has no template of its own"
-    return None
 
 
 def _lora(method: str) -> list[str]:
@@ -132,7 +122,6 @@ def _training(answers: Answers) -> list[str]:
     )
     return [
         "training:",
-        *([f"  {_comment(length.sentence)}"] if length.sentence else []),
         _line("output_dir", answers.output_dir, "checkpoints, the result, run.json and TensorBoard's files"),
         _line("global_batch_size", length.global_batch_size, "rows per optimizer step, over all GPUs"),
         _line("num_train_epochs", length.epochs, "passes over the data; or max_steps"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from finetune.text import counted
 # The share of the rows to hold out, by their number: each is drawn by itself, so that of few rows it may be none.
 HELD_OUT, HELD_OUT_OF_FEW = 0.02, 0.1
 ENOUGH_ROWS, FEW_ROWS = 500, 100
+FEWEST_STEPS, MOST_EPOCHS = 60, 5  # of a run that is to learn something, if so many epochs allow it
+SMALLEST_BATCH, STEPS_PER_EPOCH = 4, 16  # of few rows
 COUNTED = 20_000  # rows; of more, the settings do not depend on their number
 CHARACTERS = 4 * 2048  # of a piece of raw text
 # Files of a model folder that hold a chat template (transformers' tokenization_utils_base.py).
@@ -36,10 +39,8 @@ class Model:
     """A model by its Hub name or folder; the rest is None if its files are not on this machine yet."""
 
     name: str
-    folder: str | None = None
     parameters: int | None = None
     has_template: bool | None = None
-    renders_tools: bool | None = None  # whether its template knows tool calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +53,17 @@ class Rows:
     described: str = "the format is detected when the run starts"
     eval_fraction: float = HELD_OUT  # to hold out; 0 of too few rows
     count: int | None = None  # rows, or pieces of raw text; None of very many, and if they are not read here
-    raw: bool = False
-    has_tool_calls: bool = False
-    first: tuple[JsonObject, ...] = field(default=(), repr=False)
 
 
-class UnknownFormat(UserError):
-    """Rows whose columns fit no format; `columns` are theirs."""
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long a run is, and how often it logs, evaluates and saves. The defaults are those of many rows."""
 
-    def __init__(self, message: str, columns: list[str]):
-        super().__init__(message)
-        self.columns = columns
+    global_batch_size: int = 16
+    epochs: int = 1
+    logging_steps: int = 10
+    eval_steps: int = 100
+    save_steps: int = 500
 
 
 def model(name: str) -> Model:
@@ -83,25 +84,18 @@ def model(name: str) -> Model:
     found = adapter_files.base_folder(config)
     if found is None:
         return Model(name=name)
-    template = _template(found)
-    return Model(
-        name=name,
-        folder=str(found),
-        parameters=sizes.total if (sizes := held.read_sizes(found)) is not None else None,
-        has_template=bool(template),
-        renders_tools="tool_calls" in template,
-    )
+    sizes = held.read_sizes(found)
+    parameters = sizes.total if sizes is not None else None
+    return Model(name=name, parameters=parameters, has_template=_has_template(found))
 
 
-def _template(folder: Path) -> str:
-    """The text that holds a model's chat template; "" if it has none."""
-    for name in TEMPLATE_FILES:
-        if (folder / name).is_file():
-            return files.read_text(folder / name)
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in TEMPLATE_FILES):
+        return True
     try:
-        return str(files.read_json(folder / "tokenizer_config.json").get("chat_template") or "")
+        return bool(files.read_json(folder / "tokenizer_config.json").get("chat_template"))
     except (OSError, ValueError, AttributeError):
-        return ""
+        return False
 
 
 def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
@@ -112,8 +106,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         columns: field of the format -> column.
 
     Raises:
-        NoFormat: no format matches.
-        UserError: there is no such file, or it cannot be read.
+        UserError: there is no such file, it cannot be read, or no format matches.
     """
     if not name:
         raise UserError("no data was given. Give a file, folder, glob or URL, or the name of a dataset on the Hub.")
@@ -128,7 +121,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     except UserError as error:
         guess = formats.suggested(present, [row for row, _ in first]) or {"instruction": "COLUMN", "output": "COLUMN"}
         example = f"--columns {shlex.quote(','.join(f'{field}={column}' for field, column in guess.items()))}"
-        raise UnknownFormat(f"{first[0][1]}: {error} With `finetune init`: {example}.", present) from None
+        raise UserError(f"{first[0][1]}: {error} With `finetune init`: {example}.") from None
     raw = not is_url(name) and any(sources.is_raw(file) for file in sources.expand([name]))
     count = len(read) + sum(1 for _ in islice(stream, 0 if is_url(name) else COUNTED - len(read)))
     fraction = HELD_OUT if count >= ENOUGH_ROWS else HELD_OUT_OF_FEW if count >= FEW_ROWS else 0.0
@@ -144,16 +137,29 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         described=described,
         eval_fraction=fraction,
         count=None if count >= COUNTED or len(read) == ENOUGH_ROWS and (raw or is_url(name)) else count,
-        raw=raw,
-        first=tuple(row for row, _ in first),
-        has_tool_calls=any(_has_tool_calls(row, format) for row, _ in read),
     )
 
 
-def _has_tool_calls(row: Mapping[str, object], format: formats.Format) -> bool:
-    lists = (row.get(column) for column in format.columns.values())
-    messages = (message for found in lists if isinstance(found, list) for message in found)
-    return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
+def length(rows: Rows) -> Length:
+    """The length of a run on these rows: at least 60 steps if 5 epochs allow it, 20 log entries, 5 evaluations and a
+    checkpoint half-way."""
+    many = Length()
+    if rows.count is None:
+        return many
+    trained = max(round(rows.count * (1 - rows.eval_fraction)), 1)
+    batch = many.global_batch_size
+    while batch > SMALLEST_BATCH and trained < STEPS_PER_EPOCH * batch:
+        batch //= 2
+    per_epoch = math.ceil(trained / batch)
+    epochs = min(math.ceil(FEWEST_STEPS / per_epoch), MOST_EPOCHS)
+    steps = epochs * per_epoch
+    return Length(
+        global_batch_size=batch,
+        epochs=epochs,
+        logging_steps=min(max(steps // 20, 1), many.logging_steps),
+        eval_steps=min(math.ceil(steps / 5), many.eval_steps),
+        save_steps=min(math.ceil(steps / 2), many.save_steps),
+    )
 
 
 def _is_hub_name(name: str) -> bool:
