@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from finetune.config import Config
+from finetune.config import Config, resolve_batch
 from finetune.doctor import copies, known_pairs, tested_sets
-from finetune.doctor.inspect import Findings, divide_batch, wants_cpu
+from finetune.doctor.inspect import Findings, wants_cpu
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.session import opening
 from finetune.errors import UserError
@@ -197,22 +197,6 @@ def _copies(config: Config, found: Findings) -> Verdict:
     return "ok", f"{counted(len(made), 'copy', 'copies')} of {copies.BYTES >> 20} MiB, every byte arrived"
 
 
-def _profile(config: Config, found: Findings) -> Verdict:
-    """Whether `accelerate launch` works with its default profile. A command that names one ignores it."""
-    profile, gpus = found["accelerate_profile"], len(found["devices"])
-    if profile is None:
-        return None
-    advice = "launch with torchrun, which reads no profile"
-    if "error" in profile:
-        return "warning", f"cannot be read ({profile['error']}); {advice}"
-    total, machines = profile.get("num_processes") or 1, profile.get("num_machines") or 1
-    if profile.get("distributed_type") == "MULTI_CPU" and total > 1:
-        return "warning", f"distributed_type MULTI_CPU starts one process and not {total}; {advice}"
-    if gpus and not profile.get("use_cpu") and total // machines > gpus:
-        return "warning", f"it starts {total // machines} processes here and {gpus} GPUs are visible; {advice}"
-    return "ok", f"{counted(total, 'process', 'processes')} on {counted(machines, 'machine')}"
-
-
 def _output(config: Config, found: Findings) -> Verdict:
     training, path = config.training, Path(config.training.output_dir)
     try:
@@ -266,7 +250,12 @@ def _batch(config: Config, found: Findings) -> Verdict:
         return None
     launched, most = found["launcher"].get("world_size", 1), max(len(found["devices"]), 1)
     possible = [launched] if launched > 1 else list(range(1, most + 1))
-    refused = {world: cut["refused"] for world in possible if "refused" in (cut := divide_batch(config, world))}
+    refused = {}
+    for world in possible:
+        try:
+            resolve_batch(config.training, world, config.data)
+        except UserError as error:
+            refused[world] = str(error)
     if len(refused) == len(possible):
         return "stop", refused[possible[-1]]
     if possible[-1] in refused:
@@ -296,7 +285,6 @@ CHECKS: dict[str, Callable[[Config, Findings], Verdict]] = {
     "GPU memory": _gpu_memory,
     "like GPUs": _like_gpus,
     "GPU copies": _copies,
-    "accelerate's default profile": _profile,
     "output folder": _output,
     "data cache": _data_cache,
     "shared memory": _shared_memory,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from finetune.config import Config
 from finetune.doctor import checks, inspect, report
 from finetune.runtime.command import DONE, FAILED, run_command
@@ -27,7 +29,7 @@ def run(config: Config) -> int:
     verdicts = checks.judge(config, found)
     verdict = "stop" if any(one["state"] == "stop" for one in verdicts) else "ready"
     found = report.without_secrets({"verdict": verdict, "checks": verdicts, **found})
-    report.show(found)
+    sys.stdout.write(report.plain_text(found))
     if config.json:
         write_json(config.json, found)
     return FAILED if verdict == "stop" else DONE

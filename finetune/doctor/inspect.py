@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from finetune import __version__
-from finetune.config import Config, resolve_batch
+from finetune.config import Config
 from finetune.doctor import copies
 from finetune.errors import UserError, describe
 from finetune.redact import MASK, is_secret_name
@@ -25,13 +25,10 @@ from finetune.runtime import files, subprocesses
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 
-WORLD_SIZES = (1, 2, 4, 8)
 ANSWER_SECONDS = 300  # a driver may hang
-MOST_FILES = 20_000  # a larger folder is not measured: it would take too long
 
 SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "FINETUNE_CACHE")
 SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
-PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu", "mixed_precision")
 
 Findings = JsonObject  # what `examine` returns
 NO_DEVICES: Findings = {  # if the subprocess that examines them dies
@@ -61,11 +58,9 @@ def examine(config: Config, launcher: JsonObject) -> Findings:
         "machine": _machine(),
         "stack": stack,
         "launcher": launcher,
-        "accelerate_profile": default_profile(),
         "folders": _folders(config),
         "environment": environment(),
         "configuration": config.config_file,
-        "batch": [] if config.demo else [divide_batch(config, world) for world in WORLD_SIZES],  # the demo fits any
         "unknown": unknown,
     }
 
@@ -215,25 +210,6 @@ def _machine() -> JsonObject:
     }
 
 
-def default_profile() -> JsonObject | None:
-    """What `accelerate launch` does without --config_file, if the user has run `accelerate config`."""
-    import yaml
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HOME) / "accelerate"
-    files = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
-    if not files:
-        return None
-    file = files[0]
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return {"path": str(file), "error": describe(error)}
-    if not isinstance(content, dict):
-        return {"path": str(file), "error": "it holds no settings"}
-    return {"path": str(file)} | {key: content[key] for key in PROFILE_KEYS if key in content}
-
-
 def _folders(config: Config) -> list[JsonObject]:
     from huggingface_hub import constants
 
@@ -255,37 +231,12 @@ def folder(path: Path) -> JsonObject:
     """A folder's size and its disk: if it does not exist yet, that of its nearest existing parent."""
     path = path.expanduser().absolute()
     there = files.nearest_existing(path)
-    size, why = _size(path) if path.is_dir() else (None, "it does not exist yet" if there != path else "it is a file")
     return {
         "path": str(path),
-        "size_gib": None if size is None else size / 2**30,
-        "size_unknown": why,
         "disk_free_gib": shutil.disk_usage(there).free / 2**30,
         "file_system": _file_system(there),
         "writable": there.is_dir() and os.access(there, os.W_OK),
     }
-
-
-def _size(path: Path) -> tuple[int | None, str | None]:
-    """Bytes of the files below `path`, or why they are not counted.
-
-    Symbolic links, which the Hub's cache uses, are not followed.
-    """
-    count = total = 0
-    waiting = [path]
-    try:
-        while waiting:
-            for entry in os.scandir(waiting.pop()):
-                count += 1
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(Path(entry.path))
-                else:
-                    total += entry.stat(follow_symlinks=False).st_size
-            if count > MOST_FILES:
-                return None, f"it has more than {MOST_FILES:,} files"
-    except OSError as error:  # another user's, or gone since
-        return None, describe(error)
-    return total, None
 
 
 def _file_system(path: Path) -> str | None:
@@ -298,14 +249,6 @@ def _file_system(path: Path) -> str | None:
         return None
     real = path.resolve()
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
-
-
-def divide_batch(config: Config, world: int) -> JsonObject:
-    """How the global batch is divided at a world size, or `refused`: why it cannot be."""
-    try:
-        return {"world_size": world} | asdict(resolve_batch(config.training, world, config.data))
-    except UserError as error:
-        return {"world_size": world, "refused": str(error)}
 
 
 def environment() -> dict[str, str]:

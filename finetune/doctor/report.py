@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from finetune.doctor import tested_sets
 from finetune.doctor.inspect import Findings
 from finetune.redact import MASK, is_secret_name, redact_tree
-from finetune.runtime.command import new_console
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -40,28 +37,6 @@ def without_secrets(found: Any) -> Any:
     return walk(redact_tree(walk(found)))
 
 
-def show(found: Findings) -> None:
-    """The verdict first; in color on a terminal, plain lines elsewhere."""
-    from rich.table import Table
-    from rich.text import Text
-
-    console = new_console(highlight=False, markup=False)
-    if not console.is_terminal:
-        sys.stdout.write(plain_text(found))
-        return
-    colors = {"stop": "red", "warning": "yellow", "unknown": "yellow"}
-    for state, line in headline(found):
-        console.print(Text(line, style=colors.get(state, "green")))
-    for title, rows in sections(found):
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in rows:
-            table.add_row(Text(label), Text(value, style=colors.get(value.partition(":")[0], "")))
-        console.print(Text(f"\n{title}", style="bold"))
-        console.print(table)
-
-
 def plain_text(found: Findings) -> str:
     """The report as lines of text, for a bug report."""
     lines = [line for _, line in headline(found)]
@@ -87,7 +62,6 @@ def sections(found: Findings) -> Iterable[tuple[str, Rows]]:
     yield "Checks", [(one["name"], f"{one['state']}: {one['reason']}") for one in found["checks"]]
     absent = {name: f"unknown: {unknown[name]}" if name in unknown else "not installed" for name in found["versions"]}
     yield "Versions", [(name, value or absent[name]) for name, value in found["versions"].items()]
-    yield "Tested sets of versions", _tested_rows(found)
     yield "Devices", _device_rows(found)
     if found["topology"]:
         yield "Topology", _topology_rows(found)
@@ -101,25 +75,13 @@ def sections(found: Findings) -> Iterable[tuple[str, Rows]]:
         yield "Backend", [(stack["backend"], f"{stack['reason']}; device {stack['device']}")]
         rows = [(patch["name"], _verdict(patch)) for patch in stack["patches"]]
         yield "Patches", rows or [("none", "Unsloth's are not checked on this backend")]
-    if found["batch"]:
-        yield "Batch", [(counted(one["world_size"], "rank"), _batch_line(one)) for one in found["batch"]]
     yield "Folders", [(one["name"], _folder_line(one)) for one in found["folders"]]
-    parts = {"ranks": launcher, "accelerate's default": found["accelerate_profile"] or {"profile": "none"}}
-    yield "Launcher", [(name, ", ".join(f"{key} {value}" for key, value in of.items())) for name, of in parts.items()]
+    yield "Launcher", [("ranks", ", ".join(f"{key} {value}" for key, value in launcher.items()))]
     yield "Environment", list(found["environment"].items()) or [("none", "none of the variables shown here is set")]
     shown = {*found["versions"], "devices"}
     rest = [(name, why) for name, why in unknown.items() if name not in shown]
     if rest:
         yield "Unknown", rest
-
-
-def _tested_rows(found: Findings) -> Rows:
-    """Each set, and where the installed versions differ from it."""
-    return [
-        (name, f"{tested_sets.about(one)}; {', '.join(differences) or 'the same'}")
-        for name, one in tested_sets.read().items()
-        for differences in [tested_sets.differences(one["versions"], found["versions"])]
-    ]
 
 
 def _device_rows(found: Findings) -> Rows:
@@ -148,15 +110,6 @@ def _verdict(patch: JsonObject) -> str:
     return f"{state}: {patch['reason']}"
 
 
-def _batch_line(batch: JsonObject) -> str:
-    if "refused" in batch:
-        return f"refused: {batch['refused']}"
-    return (
-        f"{batch['per_device']} per rank x {batch['accumulation']} accumulated = {batch['global_batch_size']} per step"
-    )
-
-
 def _folder_line(one: JsonObject) -> str:
-    size = f"{one['size_gib']:.2f} GiB" if one["size_gib"] is not None else f"size unknown: {one['size_unknown']}"
     disk = f"{one['disk_free_gib']:.1f} GiB free on {one['file_system'] or 'an unknown file system'}"
-    return f"{one['path']} ({size}; {disk}{'' if one['writable'] else '; cannot be written'})"
+    return f"{one['path']} ({disk}{'' if one['writable'] else '; cannot be written'})"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.doctor import inspect, report, tested_sets
+from finetune.doctor import inspect, report
 from tests.helpers.doctor import HUB_TOKEN, KEY, SECRET, gpus
 
 
@@ -69,13 +69,6 @@ def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.Monk
 
 
 @pytest.mark.process
-def test_the_report_has_the_tested_sets(two_gpus: dict[str, Any]) -> None:
-    two_gpus["versions"] |= tested_sets.read()["make test"]["versions"] | {"trl": "1.99.0"}
-    text = re.sub(" +", " ", report.plain_text(two_gpus))
-    assert "Tested sets of versions\n make test constraints.txt; trl 1.99.0 (tested: 1.15.0)\n" in text
-
-
-@pytest.mark.process
 def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
     line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
@@ -86,20 +79,3 @@ def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
     pairs[3] |= {"kind": None, "peer_access": False}
     assert "  GPUs 0 and 4  unknown link, no peer access\n" in report.plain_text(found)
-
-
-@pytest.mark.process
-def test_a_terminal_gets_colours_and_the_same_words(
-    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # rich keeps the os.environ that it first saw; datasets puts a copy in its place when it maps in several processes.
-    monkeypatch.setattr("rich.console.Console._environ", os.environ)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "400")
-    found = two_gpus | {"checks": [{"name": "batch", "state": "stop", "reason": "does not [fit]"}]}
-    report.show(found)
-    shown = capsys.readouterr().out
-    assert "\x1b[" in shown
-    words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert words.startswith("finetune doctor: a run would not start here.\n  stop: batch: does not [fit]\n")
-    assert words.split() == report.plain_text(found).split()
