@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import multiprocessing
 import os
-import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,25 +20,22 @@ import numpy as np
 from finetune.config import Config
 from finetune.config.schema import DEFAULTS
 from finetune.data import formats, store
-from finetune.data.formats import Format, RowError
+from finetune.data.formats import RowError
 from finetune.data.ledger import Ledger
 from finetune.data.mixture import Item, Source, configured_sources
+from finetune.data.readers import Columns, Readers, Reading, RowEncoder, detect
 from finetune.data.store import Rows
-from finetune.data.templates import templated
-from finetune.data.templates.chat_templates import TEMPLATES, document_end, load_template
-from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError
-from finetune.data.templates.markers import Markers, derive_markers
-from finetune.errors import UserError, cut, listed
+from finetune.data.templates.chat_templates import TEMPLATES
+from finetune.data.templates.encoder import Encoded
+from finetune.errors import UserError
 from finetune.runtime import bootstrap
-from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
-SAMPLE_ROWS = 100  # rows used to detect the format
 # The first chunks are encoded in this process: starting workers takes seconds, because they import transformers.
 POOL_FROM_CHUNK = 20
-SLOW_SECONDS = 30.0  # of a chunk, before it is reported: a second is usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +82,7 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
     """
     data, seed = config.data, config.training.seed
     every = [source for sources in splits.values() for source in sources]
-    readers = _Readers(config, tokenizer, every)
+    readers = Readers(config, tokenizer, every)
     draws = data.eval_fraction or any(source.weight % 1 for source in every)
     key = store.fingerprint(
         {
@@ -142,7 +137,7 @@ def _reading(source: Source) -> list[Any]:
     return [source.format, source.columns | ({} if source.text_field == "text" else {"text field": source.text_field})]
 
 
-def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _Readers) -> str:
+def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: Readers) -> str:
     """The fingerprint that the order of the rows is drawn from.
 
     It is not the key of the cache: a new layout of the cached files must not change the order, or no run of an earlier
@@ -177,120 +172,15 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
     return store.digest({"version": 2, **settings})
 
 
-class _Readers:
-    """The chat template, turn markers and encoder of each source; sources with the same settings share them."""
-
-    def __init__(self, config: Config, tokenizer: Tokenizer, sources: Iterable[Source]) -> None:
-        self._config, self.tokenizer = config, tokenizer
-        self._templates: dict[str | None, str | None] = {}
-        self._markers: dict[str | None, tuple[str | None, str | None]] = {}
-        self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}
-        self._turns: dict[str | None, str | None] = {}
-        self.derived_markers = ""
-        for source in sources:
-            try:
-                self._add(source)
-            except UserError as error:
-                if source.template is None:
-                    raise
-                raise UserError(f"{source.name}, template {source.template}: {error}") from None
-
-    def identity(self, source: Source) -> Any:
-        """The template and the markers of a source, JSON-safe."""
-        return self._read(self._name(source))
-
-    def default_identity(self) -> Any:
-        """Those of the configuration."""
-        return self._read(self._config.model.chat_template)
-
-    def _read(self, name: str | None) -> Any:
-        if name not in self._templates:
-            self._templates[name] = load_template(self.tokenizer, name)
-            self._markers[name] = self._markers_of(self._templates[name])
-        return [self._templates[name], *self._markers[name]]
-
-    def encoder(self, source: Source) -> Encoder:
-        """The encoder of a source."""
-        return self._encoders[self._name(source), _needs_no_template(source), source.raw]
-
-    def has_template(self, source: Source) -> bool:
-        """Whether the conversations of a source can be rendered."""
-        return self._templates[self._name(source)] is not None
-
-    def marker(self, source: Source) -> str | None:
-        """The text that begins an assistant's turn in the template of a source."""
-        name = self._name(source)
-        if name not in self._turns:
-            template = self._templates[name]
-            self._turns[name] = None if template is None else templated.turn_marker(self.tokenizer, template)
-        return self._turns[name]
-
-    def _name(self, source: Source) -> str | None:
-        return source.template or self._config.model.chat_template
-
-    def _add(self, source: Source) -> None:
-        name, is_text = self._name(source), _needs_no_template(source)
-        self._read(name)
-        if (name, is_text, source.raw) not in self._encoders:
-            self._encoders[name, is_text, source.raw] = self._new_encoder(name, is_text, source.raw)
-
-    def _new_encoder(self, name: str | None, is_text: bool, raw: bool) -> Encoder:
-        data = self._config.data
-        instruction, response = self._markers[name]
-        markers = None
-        if response is not None:
-            markers = Markers(self.tokenizer, response, instruction, last_only=data.last_turn_only)
-        return Encoder(
-            self.tokenizer,
-            # Text is not rendered, so a template that cannot be masked exactly does not matter.
-            None if is_text or markers else self._templates[name],
-            max_length=data.document_length,
-            over_length=data.over_length or ("split" if raw else "truncate"),
-            assistant_only_loss=data.assistant_only_loss,
-            completion_only_loss=data.completion_only_loss,
-            last_turn_only=data.last_turn_only,
-            train_on_roles=data.train_on_roles,
-            train_on_tool_calls=data.train_on_tool_calls,
-            train_on_thinking=data.train_on_thinking,
-            chat_template_kwargs=data.chat_template_kwargs,
-            markers=markers,
-            text_end=document_end(self.tokenizer) if raw else None,
-        )
-
-    def _markers_of(self, template: str | None) -> tuple[str | None, str | None]:
-        """(instruction, response) markers, from the configuration or derived from the template."""
-        data = self._config.data
-        if data.response_part != "auto":
-            return data.instruction_part, data.response_part
-        instruction, response = derive_markers(self.tokenizer, template)
-        found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
-        self.derived_markers += "" if found in self.derived_markers else found
-        return instruction, response
-
-
-def _needs_no_template(source: Source) -> bool:
-    """Whether its rows are known not to be rendered: then a template that cannot be masked exactly does not matter."""
-    return source.raw or source.format in ("text", "tokenized")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """How rows of a chunk are read."""
-
-    format: str  # and its evidence
-    templated: bool  # the rows are in the chat template, by this program or before
-    note: str | None  # about rows that are not, although they could be
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
     """Rows of one source that are encoded together."""
 
     rows: list[JsonObject]
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
-    readings: list[_Reading]  # of each row
+    readings: list[Reading]  # of each row
     source: str
-    work: tuple  # how to encode the rows, see `_encode`
+    encoder: RowEncoder
 
     @property
     def places(self) -> list[str]:
@@ -298,7 +188,7 @@ class _Chunk:
         return [where for where, _, _ in self.placed]
 
 
-def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> JsonObject:
+def _build(folder: Path, config: Config, readers: Readers, splits: Mapping[str, Sequence[Source]]) -> JsonObject:
     opened = {name: [(source, rows) for source in split if (rows := source.open())] for name, split in splits.items()}
     names = [name for name in opened if opened[name]]
     if config.data.eval_fraction and "train" in names:
@@ -324,7 +214,7 @@ def _chunks(
     split: str,
     opened: Iterable[tuple[Source, Iterator[Item]]],
     config: Config,
-    readers: _Readers,
+    readers: Readers,
     ledger: Ledger,
 ) -> Iterator[_Chunk]:
     """The rows of a split, in order, CHUNK_ROWS of the same source at a time. `ledger` gets the columns of each source
@@ -332,13 +222,11 @@ def _chunks(
     seed, first = config.training.seed, 0
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
-        format, rows = _detect(rows, source, config)
+        format, rows = detect(rows, source, config)
         if source.raw:
             end = readers.encoder(source).text_end
             format = replace(format, evidence=f"documents of raw text, each ends with {end!r}")
-        work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
-        work += (config.data.keep_empty,)
-        columns = _Columns(format, has_template=readers.has_template(source))
+        columns = Columns(format, has_template=readers.has_template(source))
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
         while batch := list(islice(rows, CHUNK_ROWS)):
@@ -357,96 +245,19 @@ def _chunks(
                 for row in chosen:
                     alike.setdefault(format.of(row).of_text, []).append(row)
                 readings = {
-                    of_text: _read_as(group, format.of(group[0]), source, config, readers)
-                    for of_text, group in alike.items()
+                    of_text: readers.reading(group, format.of(group[0]), source) for of_text, group in alike.items()
                 }
                 yield _Chunk(
                     rows=chosen,
                     placed=placed,
                     readings=[readings[format.of(row).of_text] for row in chosen],
                     source=source.name,
-                    work=work,
+                    encoder=readers.row_encoder(source, format),
                 )
         formats.check_mapping(source.columns, columns.all)
         ledger.source(source.name).unread += columns.unread
         ledger.notes.update(columns.notes())
         first += read
-
-
-def _read_as(rows: Sequence[JsonObject], format: Format, source: Source, config: Config, readers: _Readers) -> _Reading:
-    """How rows of this very format are read."""
-    has_template = readers.has_template(source)
-    in_template = templated.is_rendered(format, has_template=has_template)
-    if not in_template and (marker := readers.marker(source)) is not None:
-        in_template = templated.is_written_in(rows, format, readers.tokenizer, marker)
-    return _Reading(
-        format=formats.describe(
-            format,
-            has_template=has_template,
-            assistant_only_loss=config.data.assistant_only_loss,
-            completion_only_loss=config.data.completion_only_loss,
-            last_turn_only=config.data.last_turn_only,
-            markers=config.data.response_part is not None,
-        ),
-        templated=in_template,
-        note=None if in_template or not has_template else templated.remedy(format),
-    )
-
-
-class _Columns:
-    """The columns of all rows of a source.
-
-    all:    how many rows have each column
-    unread: those with values that are not read
-    """
-
-    def __init__(self, format: Format, *, has_template: bool) -> None:
-        self._format, self._has_template = format, has_template
-        self._rows = 0
-        self.all: Counter[str] = Counter()
-        self.unread: list[str] = []
-
-    def add(self, row: Mapping[str, object]) -> None:
-        """Count the columns of a row."""
-        self._rows += 1
-        self.all.update(row.keys())
-        unread = self._format.unread(row, has_template=self._has_template)
-        self.unread += sorted(unread.difference(self.unread))
-
-    def notes(self) -> dict[str, int]:
-        """Notes on rows of token ids without a mask that other rows have, and the number of these rows."""
-        if self._format.name != "tokenized":
-            return {}
-        lacking = {
-            column: self._rows - self.all[column]
-            for column in map(self._format.column, formats.MASKS)
-            if 0 < self.all[column] < self._rows
-        }
-        return {f"without {column!r}, which other rows have, all tokens count": n for column, n in lacking.items()}
-
-
-def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
-    """The format of the first rows, and an iterator over all rows."""
-    rows = iter(rows)
-    first = list(islice(rows, SAMPLE_ROWS))
-    columns = list(dict.fromkeys(column for row, _ in first for column in row))
-    mapping = source.columns or formats.text_column(columns, source.text_field, source.format)
-    lacks_text = not source.columns and not source.raw and source.text_field not in ("text", *columns)
-    try:
-        found = formats.detect(columns, [row for row, _ in first], source.format, mapping, as_trl=source.as_trl)
-        if lacks_text and found.name == "text":
-            raise UserError(f"the columns are {listed(columns)}. Set it to one of them.")
-    except UserError as error:
-        if lacks_text:
-            error = UserError(f"data.dataset_text_field names no column of the rows: {cut(source.text_field)}; {error}")
-        raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
-    if config.data.response_part is not None and found.name != "text":
-        raise UserError(
-            f"data.response_part applies only to rows of text, and these rows have the format {found.name} "
-            f"({found.evidence}), whose turns are known without markers. Remove data.response_part and "
-            "data.instruction_part, or set data.format to text and data.columns to {text: COLUMN}."
-        )
-    return found, chain(first, rows)
 
 
 def _encode_all(
@@ -478,7 +289,7 @@ def _encode_all(
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
             shortened = sum(piece.shortened for piece in result)
-            if chunk.work[0].over_length == "split" and len(result) > 1:
+            if chunk.encoder.encoder.over_length == "split" and len(result) > 1:
                 ledger.split += copies * (shortened > 0)
             else:  # a row of several documents may have several that are cut, or none
                 ledger.truncated += copies * shortened
@@ -517,7 +328,7 @@ def _encoded_chunks(
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
     for chunk in inline:
-        yield chunk, _encode(chunk.rows, chunk.places, chunk.work)
+        yield chunk, chunk.encoder.encode(chunk.rows, chunk.places)
     following = next(chunks, None)
     if following is None:
         return
@@ -526,7 +337,7 @@ def _encoded_chunks(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=start_worker) as pool:
         pending: deque[tuple[_Chunk, Future]] = deque()
         for chunk in chain([following], chunks):
-            pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.places, chunk.work)))
+            pending.append((chunk, pool.submit(chunk.encoder.encode, chunk.rows, chunk.places)))
             if len(pending) > 2 * processes:
                 encoded, future = pending.popleft()
                 yield encoded, future.result()
@@ -546,74 +357,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _encode(rows: Sequence[JsonObject], places: list[str], work: tuple) -> list[list[Encoded] | RowError]:
-    """What becomes of each row. Raises UserError if the tokenizer gives up on one."""
-    encoder, format, system_prompt, has_template, keep_empty = work
-    results: list[list[Encoded] | RowError] = []
-    positions, conversations = [], []
-    for row in rows:
-        try:
-            conversations.append(
-                formats.to_conversation(
-                    row,
-                    format,
-                    system_prompt=system_prompt,
-                    has_template=has_template,
-                    train_on_roles=encoder.train_on_roles if encoder.assistant_only_loss else None,
-                    keep_empty=keep_empty,
-                )
-            )
-            positions.append(len(results))
-            results.append([])
-        except RowError as error:
-            results.append(error)
-    with _report_if_slow(places):
-        try:
-            encoded = encoder.encode_batch(conversations)
-        except TokenizerError:
-            for position, conversation in zip(positions, conversations, strict=True):
-                _encode_alone(encoder, conversation, places[position])
-            raise
-    for position, result in zip(positions, encoded, strict=True):
-        results[position] = result
-    return results
-
-
-def _encode_alone(encoder: Encoder, conversation: formats.Row, where: str) -> None:
-    """Raise UserError if the tokenizer gives up on this row."""
-    try:
-        encoder.encode_batch([conversation])
-    except TokenizerError as error:
-        raise UserError(
-            f"{where}: the tokenizer failed on this row: {error}. Shorten or remove the row, or use a model with "
-            "another tokenizer: a regular expression in tokenizer.json may take too many steps on such a text."
-        ) from None
-
-
-@contextlib.contextmanager
-def _report_if_slow(places: list[str]) -> Iterator[None]:
-    """Inside, rows are tokenized, and reported if that takes long: the tokenizer's regular expressions have no limit on
-    time, and Python handles no signal until they end."""
-    timer = threading.Timer(SLOW_SECONDS, report_slow, [places])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def report_slow(places: list[str]) -> None:
-    """Warn that the tokenizer takes long on these rows."""
-    rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
-    sys.stderr.write(
-        f"warning: tokenizing {rows} has taken {SLOW_SECONDS:.0f} s so far. If they are not very long, a regular "
-        "expression of the tokenizer (tokenizer.json) is slow on one of them. To stop, press Ctrl-C and wait up to "
-        f"{interrupt.STUCK_SECONDS:.0f} s; then shorten or remove the row, or use a model with another tokenizer.\n"
-    )
-    sys.stderr.flush()
 
 
 # What to do about rows that are dropped, by reason; for the others, the columns and the format are to be checked.

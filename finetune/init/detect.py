@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data import formats, sources
-from finetune.data.prepare import SAMPLE_ROWS
+from finetune.data.readers import SAMPLE_ROWS
 from finetune.data.remote import is_url
 from finetune.engine.preflight import adapter_files, config_checks
 from finetune.errors import UserError
