@@ -20,7 +20,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from finetune.config import load
 from finetune.data import prepare as preparing
-from finetune.data import store
+from finetune.data import readers, store
 from finetune.data.layout import lay_out
 from finetune.data.prepare import Data, prepare
 from finetune.errors import RunError, UserError
@@ -404,14 +404,14 @@ def test_a_slow_tokenizer_is_reported(
 ) -> None:
     """The line comes while the tokenizer is at work. Here it goes on once the line is there."""
     reported = threading.Event()
-    report = preparing.report_slow
+    report = readers.report_slow
 
     def noted(places: list[str]) -> None:
         report(places)
         reported.set()
 
-    monkeypatch.setattr(preparing, "report_slow", noted)
-    monkeypatch.setattr(preparing, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "report_slow", noted)
+    monkeypatch.setattr(readers, "SLOW_SECONDS", 0.0)
     with_backend(monkeypatch, lambda texts: reported.wait(30))
     data = prepared(tmp_path, tokenizer, train)
     assert len(data.train) == 60
