@@ -110,29 +110,22 @@ class Sharded:
             **{k: content[k] for k in names},
         )
 
-    def kept_bytes(self, world_size: int) -> float:
-        """What one of `world_size` ranks holds throughout a step, its accumulated gradients included."""
-        kept = held.kept_bytes(self.sizes, world_size, self.stored)
+    def peak_bytes(self, world_size: int) -> float:
+        """Peak memory of one of `world_size` ranks: what it holds throughout a step, its accumulated gradients
+        included, and the most that a moment needs in addition. The moments are the loss, with the activations of all
+        layers; the backward pass of the last layer, with what it recomputes and gradients of about the same size; and
+        the reduction of the root, when there are no activations left."""
+        given = self.sizes, world_size, self.stored
+        kept: float = held.kept_bytes(*given)
         accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
-        return kept
-
-    def moments(self, world_size: int) -> list[tuple[float, float]]:
-        """The moments of a step that may need the most in addition: (bytes, bytes that grow with the tokens). They are
-        the loss, with the activations of all layers; the backward pass of the last layer, with what it recomputes and
-        gradients of about the same size; and the reduction of the root, when there are no activations left."""
-        given = self.sizes, world_size, self.stored
         in_a_layer = self.fixed_bytes if self.layer_bytes is None else min(self.fixed_bytes, 2 * self.layer_bytes)
-        return [
-            (held.gathered_bytes(self.sizes, self.stored), self.activation_bytes + self.fixed_bytes),
-            (held.bytes_reducing_a_layer(*given), self.activation_bytes + in_a_layer),
-            (held.bytes_reducing_the_root(*given), 0.0),
-        ]
-
-    def peak_bytes(self, world_size: int) -> float:
-        """Peak memory of one of `world_size` ranks."""
-        return self.kept_bytes(world_size) + max(map(sum, self.moments(world_size)))
+        return kept + max(
+            held.gathered_bytes(self.sizes, self.stored) + (self.activation_bytes + self.fixed_bytes),
+            held.bytes_reducing_a_layer(*given) + (self.activation_bytes + in_a_layer),
+            held.bytes_reducing_the_root(*given),
+        )
 
 
 # --- from slices to the whole -----------------------------------------------------------------------------------------

@@ -130,6 +130,13 @@ def test_a_cpu_run_has_no_limit_to_search_below() -> None:
     assert memory.limit_bytes is None and memory.peak_bytes() > 0
 
 
+def test_what_fits_a_device_with_and_without_the_part_that_is_kept_free() -> None:
+    limit = held.limit_of(100.0, 10.0)
+    assert limit == 70.0 and held.fits(70.0, limit) and not held.fits(70.1, limit)
+    assert held.fits(87.5, limit, margin=False) and not held.fits(87.6, limit, margin=False)
+    assert held.fits(1e30, None)
+
+
 def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 9 or later, and not before 30 seconds have passed."""
     now = 100.0
