@@ -35,7 +35,8 @@ from finetune.runtime.types import JsonObject, ScriptTrainer
 from finetune.text import counted
 
 if TYPE_CHECKING:
-    from finetune.engine.job import Job
+    from finetune.config.rules import Mode
+    from finetune.engine.job import Choice, Job
     from finetune.measure.trial import Trial
 
 END_SECONDS = 600.0  # of measuring
@@ -181,12 +182,14 @@ def measure(
             )
         job = open_job()
         # After the backend, which open_job starts.
-        from finetune.measure import dry_run, longest_row, micro_batch, trial
+        from finetune.measure import dry_run, longest_row, settle, trial
 
-        mode = longest_row.choose(job, None)
-        resolved = job.config = mode.value.set_in(job.config) if mode.made else job.config
-        size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
-        job.batch = job.batch.divided(size.value)
+        job = settle.settle(job, world, resume.StartPoint())  # as the run will, by earlier measurements
+        resolved = job.config
+
+        def settle_as(job: Job, mode: Choice[Mode]) -> Job:
+            return settle.settle(job, world, resume.StartPoint(), measured=mode)
+
         report.print_introduction(job, resume.StartPoint())
         disk_checks.check_space(config, job.model)
         disk_checks.check_saving(job)
@@ -195,9 +198,11 @@ def measure(
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=files.nearest_existing(output_dir)) as folder:
             with dry_run.time_limit(END_SECONDS, config, Path(folder)):
                 trying = (prepare or trial.prepare)(job, Path(folder))
-                modes = longest_row.TrialModes(trial=trying, rows=longest_row.rows(job), choice=mode, every=longest)
+                modes = longest_row.TrialModes(
+                    trial=trying, rows=longest_row.rows(job), settle=settle_as, every=longest
+                )
                 outcome = dry_run.run_trial(trying, Path(folder), world, modes)
-                resolved = modes.choice.value.set_in(resolved) if modes.choice.made else resolved
+                resolved = trying.job.config
     except RunError as error:
         full = _is_out_of_memory(error.__cause__)  # while the model was loading
         outcome = TrialResult(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})

@@ -63,10 +63,7 @@ def run(config: Config, json: Path | None = None) -> int:
     Raises:
         UserError: the configuration names no data, or the data is unusable.
     """
-    from finetune.data.layout import lay_out
-    from finetune.data.plan import Plan
-    from finetune.data.prepare import prepare
-    from finetune.engine.model import tokenizer_loading
+    from finetune.engine.job import lay_out_split, plan_rows, read_rows
     from finetune.engine.session import opening
     from finetune.errors import UserError
     from finetune.measure import strategy
@@ -82,23 +79,12 @@ def run(config: Config, json: Path | None = None) -> int:
         opening.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
-    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
-    data = prepare(config, tokenizer)
+    tokenizer, data = read_rows(config)
     pack_length = config.data.row_length if config.data.packing else None
-    splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
-    keyed = {"seed": config.training.seed, "fingerprint": data.fingerprint}
-    layouts = {name: lay_out(rows, pack_length, **keyed) for name, rows in splits.items()}
-    packed = layouts["train"]
+    layouts = {name: lay_out_split(config, data, name, pack_length) for name in data.splits}
     most = strategy.largest_world(config, strategy.visible_gpus())
     world = max(most, config.training.context_parallel)  # the run may be on a machine with more GPUs
-    plan = Plan(
-        costs=packed.tokens,
-        label_tokens=packed.label_tokens,
-        global_batch_size=resolve_batch(config.training, world, config.data).global_batch_size,
-        **keyed,
-        lengths=packed.padded_lengths,
-        group_by_length=config.training.train_sampling_strategy == "group_by_length",
-    )
+    plan = plan_rows(config, data, layouts["train"], resolve_batch(config.training, world, config.data), None)
     show(data, layouts, plan, tokenizer, began, json)
     return DONE
 

@@ -189,6 +189,13 @@ class Plan:
         return cached[1]
 
 
+class SequentialPlan(Plan):
+    """A plan without shuffling."""
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.arange(self.n_rows)
+
+
 @dataclass(kw_only=True)
 class RankView:
     """One rank's micro-batches, in order: a `batch_sampler` for a torch DataLoader.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ import transformers
 from transformers import TrainerState
 
 from finetune.config import Config
-from finetune.drop_in import settings
 from finetune.drop_in.names import with_script_names
 from finetune.engine.checkpoint import best, finished_runs, output_folder, resume
 from finetune.engine.job import Job
@@ -27,10 +25,16 @@ from finetune.errors import UserError
 from finetune.run import story
 from finetune.runtime import startup
 from finetune.runtime.command import print_line
-from finetune.runtime.ranks import activity, distributed, interrupt
+from finetune.runtime.ranks import activity, interrupt
 from finetune.runtime.types import JsonObject
 
 _NOTHING = {"eval_loss": None, "exact_match": None}
+
+
+class JobTrainer(SFTTrainer):
+    """The engine's trainer, with the job that it trains."""
+
+    job: Job
 
 
 class ScriptRun(story.Door):
@@ -49,29 +53,25 @@ class ScriptRun(story.Door):
 
     def __init__(
         self,
-        trainer: SFTTrainer,
-        job: Job,
-        take_batch: Callable[[JsonObject], None],
+        trainer: JobTrainer,
+        take_job: Callable[[Config, JsonObject], Job],
         train: Callable[..., object],
     ) -> None:
         """
         Args:
-            take_batch: takes the step of a checkpoint's manifest.
+            take_job: has the trainer take this configuration, and the step of a checkpoint's manifest.
             train: the engine's `train` of this trainer, which the script's own class may call otherwise.
         """
-        self._trainer, self._job, self._take_batch, self._train = trainer, job, take_batch, train
+        self._trainer, self._take_job, self._train = trainer, take_job, train
 
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.StartPoint]:
-        job, trainer, training = self._job, self._trainer, config.training
-        job.config = config
+        trainer, training = self._trainer, config.training
         resuming = bool(training.resume_from_checkpoint)
         output_folder.check_output(record.path.parent, resuming=resuming, overwrite=True)
         output_folder.check_shared(record.path.parent)
-        start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
-        self._take_batch(start.found.manifest)
-        config = job.config = replace(config, training=settings.with_batch(training, job.batch))
-        job.batch = resume.resumed_batch(config, start.found.manifest, distributed.ranks().world_size)
-        return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
+        start = resume.prepare(config, trainer.job.batch, config.model.dtype, training.master_weights)
+        job = self._take_job(config, start.found.manifest)
+        return job, resume.confirm(start, job.config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 
     def finished(self, job: Job, start: resume.StartPoint) -> JsonObject | None:
         """Only with a checkpoint: the script goes on with the trained weights.
@@ -104,6 +104,7 @@ class ScriptRun(story.Door):
     def trainer(self, job: Job, start: resume.StartPoint, pages: Dashboard) -> Iterator[BuiltTrainer]:
         """The script's trainer, with the run's own callbacks and the logger's hold on its methods."""
         trainer, output_dir = self._trainer, Path(job.config.training.output_dir)
+        trainer.job = job
         trainer.set_batch(job.batch)
         logger = building.build_run_logger(job, output_dir, start_step=start.found.step, dashboard=pages)
         stop = StopOnRequest()
@@ -121,6 +122,9 @@ class ScriptRun(story.Door):
             logger.detach()
             for callback in own:
                 trainer.remove_callback(callback)
+
+    def settled(self, job: Job) -> None:
+        self._trainer.job = job
 
     def train(self, trainer: object, checkpoint: str | None, *, rebuild: bool) -> object:
         return self._train(checkpoint, rebuild=rebuild)

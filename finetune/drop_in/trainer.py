@@ -14,33 +14,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from finetune.config import Batch, Config, TrainingConfig, data_ranks
-from finetune.data.layout import Layout, lay_out
+from finetune.data.layout import Layout
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, names, refusals, rows, settings
+from finetune.drop_in.commands import ScriptCommands
 from finetune.drop_in.preparation import Preparation
-from finetune.drop_in.script_run import ScriptRun
+from finetune.drop_in.script_run import JobTrainer, ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
-from finetune.engine.job import Job, choose_attention, model_size
+from finetune.engine.checkpoint import resume
+from finetune.engine.job import Job, assemble, lay_out_eval, lay_out_split
 from finetune.engine.kernels import fused_lora, grouped_experts, liger
-from finetune.engine.model import experts, load_arguments, packing, positions, tokenizer_loading
-from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
+from finetune.engine.model import experts, positions, tokenizer_loading
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building
-from finetune.engine.session.building import BuiltTrainer
 from finetune.engine.sharding import shard
 from finetune.engine.training import batches
-from finetune.engine.training import trainer as engine
 from finetune.errors import UserError
 from finetune.export import card
 from finetune.run import final_model, story
 from finetune.runtime import scripts
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import INTERRUPTED, known_error
-from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import context_group, distributed, interrupt, process_group
 from finetune.runtime.ranks.context_group import ContextGroup, StandIn
 from finetune.runtime.types import JsonObject, Model
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
 
 
-class SFTTrainer(engine.SFTTrainer):
+class SFTTrainer(JobTrainer):
     """`trl.SFTTrainer`, with results that do not depend on the number of GPUs.
 
     The arguments are TRL's. Rows are read by TRL's rules and tokenized once per machine; what cannot be kept exactly on
@@ -113,7 +110,7 @@ class SFTTrainer(engine.SFTTrainer):
         **older: Any,
     ) -> None:
         self._ready = False
-        self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
+        self.record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = older.pop("tokenizer", None) or processing_class
         field = older.get("dataset_text_field")
         given = former.complete_arguments(args, model, older, OVERRIDES)
@@ -141,38 +138,37 @@ class SFTTrainer(engine.SFTTrainer):
         layers = self._layer_kernels(backbone.model_stack(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
-        self._global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
+        self.global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
         self.given = given  # the user's arguments, as TRL would have completed them
         own = None if rows.only_pads(data_collator) else data_collator
         self.preparation = Preparation(args=given, tokenizer=tokenizer, reading=reading, collator=own)
         data = self.preparation.tokenized(sources)
-        self.job = self._open_job(loaded, data, layers)
-        self.job.eval_layout = self._eval_layouts(data)
+        job = self._assemble(loaded, data, layers)
         with scripts.remove_new_folder(Path(str(given.output_dir))):
             super().__init__(
                 model=loaded,
-                args=settings.training_arguments(given, self.job.batch),
+                args=settings.training_arguments(given, job.batch),
                 tokenizer=tokenizer,
-                stack=self.job.stack,
-                plan=self.job.plan(),
-                layout=self.job.layout,
-                eval_layout=self.job.eval_layout,
+                stack=job.stack,
+                plan=job.plan(),
+                layout=job.layout,
+                eval_layout=job.eval_layout,
                 callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 peft_config=peft_config,
                 recomputation=settings.recomputation(given, loaded, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False)),
-                reduces_once=shard.reduces_once(self.job.config),
-                context=self.job.context,
+                reduces_once=shard.reduces_once(job.config),
+                context=job.context,
             )
-        if self.job.layer_kernels.kernels == liger.LIGER:
+        if layers.kernels == liger.LIGER:
             liger.install(self.model)
         experts.freeze_biases_of_choice(self.model)
         fused_lora.install(self.model)
         grouped_experts.install(self.model)
-        self.job.model, self.job.size = self.model, model_size(self.model)
-        self.job.master_weights = settings.weights_as_loaded(self.model)
-        self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
+        weights = settings.weights_as_loaded(self.model)
+        config = self._configuration(self.model, job.stack, job.batch)
+        self.job = assemble(config, job.stack, self.model, data, **job.parts(master_weights=weights))
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         building.complete_early_stopping(self)
@@ -182,39 +178,35 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Model, data: Data, layers: liger.LayerKernels) -> Job:
-        """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
+    def _assemble(self, model: Model, data: Data, layers: liger.LayerKernels) -> Job:
+        """What the engine calls a run, before an adapter is added to the model."""
         stack, context = backbone.model_stack(model, STACK), self._context()
-        batch = settings.batch(self.given, self._global_batch_size, context.size * context.data_ranks)
+        batch = settings.batch(self.given, self.global_batch_size, context.size * context.data_ranks)
         config = self._configuration(model, stack, batch)
         refusals.check_shared_rows(config)
-        because = None if self.preparation.data_config.packing else "packing is off"
-        because = because or packing.why_not_packed(model, stack)
-        if context.size > 1:
-            packing.prepare_for_shared_rows(model, config, stack, context)
-        elif because is None:
-            because = packing.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
-        layout = self._lay_out(data, "train", self.preparation.data_config.pack_length if because is None else None)
-        dtype = load_arguments.resolve_dtype(config, stack)
-        kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype, context)
-        return Job(
-            config=config,
+        return assemble(
+            config,
+            stack,
+            model,
+            data,
             batch=batch,
-            stack=stack.with_masks() if kernel.masks else stack,
-            hardware=hardware.probe(),
             tokenizer=self.preparation.tokenizer,
-            data=data,
-            layout=layout,
-            eval_layout=None,
-            unpacked_because=because,
             layer_kernels=layers,
             master_weights=settings.weights_as_loaded(model),
-            attention=kernel,
-            model=model,
-            size=model_size(model),
+            pack_eval=self._packs_eval,
             context=context,
         )
+
+    def _take(self, job: Job) -> None:
+        """Train as this job says."""
+        self.job, self.layout, self.eval_layout, self.plan = job, job.layout, job.eval_layout, job.plan()
+
+    def take_batch(self, batch: Batch) -> None:
+        """Plan steps of so many rows."""
+        job = self.job
+        config = self._configuration(self.model, job.stack, batch)
+        self._take(assemble(config, job.stack, self.model, job.data, **job.parts(batch=batch)))
 
     def _context(self) -> ContextGroup:
         """The ranks that share each row. For a command, one process stands in for all of them.
@@ -229,7 +221,7 @@ class SFTTrainer(engine.SFTTrainer):
         return context_group.create(size, settings.timeout(self.given))
 
     def _configuration(self, model: Model, stack: Stack, batch: Batch) -> Config:
-        is_open = settings.leaves_micro_batch_open(self.given, self._global_batch_size)
+        is_open = settings.leaves_micro_batch_open(self.given, self.global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
         training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
         model_config = replace(config.model, tiled_mlp=OVERRIDES.get("model.tiled_mlp", False))
@@ -260,19 +252,13 @@ class SFTTrainer(engine.SFTTrainer):
             raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")
         return liger.LayerKernels(kernels=liger.LIGER, reason="set by use_liger_kernel")
 
-    def _lay_out(self, data: Data, split: str, pack_length: int | None) -> Layout:
-        return lay_out(data.splits[split], pack_length, seed=self.given.seed, fingerprint=data.fingerprint)
+    @property
+    def _packs_eval(self) -> bool:
+        return self.given.packing if self.given.eval_packing is None else self.given.eval_packing
 
     def _eval_layouts(self, data: Data) -> Layout | dict[str, Layout] | None:
         """The held-out rows; by name if the user gave several sets."""
-        packs = self.given.packing if self.given.eval_packing is None else self.given.eval_packing
-        length = self.job.layout.packs.pack_length if packs else None
-        found = {
-            split.removeprefix("eval").removeprefix("_"): self._lay_out(data, split, length)
-            for split in data.splits
-            if split != "train"
-        }
-        return found.get("", found or None)
+        return lay_out_eval(self.job.config, data, self.layout.packs.pack_length if self._packs_eval else None)
 
     def _show_layouts(self) -> None:
         """`train_dataset` and `eval_dataset` as TRL's users know them: the tokenized rows."""
@@ -299,9 +285,8 @@ class SFTTrainer(engine.SFTTrainer):
         self._check_rows(self.model, data)
         kept = {split: one for split, one in self.job.data.splits.items() if split != "train"}
         ledgers = self.job.data.ledgers | data.ledgers
-        self.job.data = replace(data, splits=data.splits | kept, ledgers=ledgers)
-        self.layout = self.job.layout = self._lay_out(data, "train", self.layout.packs.pack_length)
-        self.plan = self.job.plan()
+        layout = lay_out_split(self.job.config, data, "train", self.layout.packs.pack_length)
+        self._take_rows(replace(data, splits=data.splits | kept, ledgers=ledgers), train=layout)
         self._counts_checked = False
         self._show_layouts()
 
@@ -319,9 +304,15 @@ class SFTTrainer(engine.SFTTrainer):
             data = self.preparation(_by_split(value))
             self._check_rows(self.model, data)
             held_out = data.splits
-        self.job.data = replace(self.job.data, splits={"train": self.job.data.train} | held_out)
-        self.eval_layout = self.job.eval_layout = self._eval_layouts(self.job.data)
+        data = replace(self.job.data, splits={"train": self.job.data.train} | held_out)
+        self._take_rows(data, eval=self._eval_layouts(data))
         self._show_layouts()
+
+    def _take_rows(self, data: Data, **layouts: object) -> None:
+        """Train or evaluate on other rows."""
+        job = self.job
+        parts = job.parts(layouts=replace(job.layouts, **layouts))  # type: ignore[arg-type]
+        self._take(assemble(job.config, job.stack, self.model, data, **parts))
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -349,17 +340,17 @@ class SFTTrainer(engine.SFTTrainer):
         refusals.check_unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
-        scripts.answer_trainer(self)
+        scripts.answer_trainer(ScriptCommands(self))
         asked = OVERRIDES.get("training.resume_from_checkpoint", resume_from_checkpoint) or False
         training = replace(
             self.job.config.training,
             resume_from_checkpoint=asked if isinstance(asked, bool) else str(asked),
             resume_with_changes=OVERRIDES.get("training.resume_with_changes", resume_with_changes),
         )
-        config, self._record = replace(self.job.config, training=training), None
+        config, self.record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
         train = functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval)
-        door = ScriptRun(self, self.job, self.take_checkpoint_batch, train)
+        door = ScriptRun(self, self._take_checkpoint, train)
         try:
             with interrupt.installed(), process_group.watching(training.ddp_timeout, "ddp_timeout", record.fail):
                 outcome = story.run(door, config, record)
@@ -374,21 +365,23 @@ class SFTTrainer(engine.SFTTrainer):
         if outcome.stopped:
             raise SystemExit(INTERRUPTED)
         record.content.update(outcome.done or {})
-        self._record = record
+        self.record = record
         return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
 
-    def take_checkpoint_batch(self, manifest: JsonObject) -> None:
-        """Take the step of a checkpoint that was launched on another number of processes, if its size follows from
-        that number, so that the plan is the checkpoint's.
+    def _take_checkpoint(self, config: Config, manifest: JsonObject) -> Job:
+        """Take this configuration, and the step of a checkpoint: if it was launched on another number of processes, and
+        its size follows from that number, as large as there, so that the plan is the checkpoint's.
 
         Raises:
             UserError: it does not divide over this number of processes.
         """
-        kept = None if self._global_batch_size is not None else settings.resumed_batch(self.given, manifest)
-        if kept is not None:
-            self.job.batch = kept
-            self.plan = self.job.plan()
-            self.set_batch(kept)
+        job = self.job
+        kept = None if self.global_batch_size is not None else settings.resumed_batch(self.given, manifest)
+        config = replace(config, training=settings.with_batch(config.training, kept or job.batch))
+        batch = resume.resumed_batch(config, manifest, distributed.ranks().world_size)
+        self._take(assemble(config, job.stack, self.model, job.data, **job.parts(batch=batch)))
+        self.set_batch(batch)
+        return self.job
 
     def set_batch(self, batch: Batch) -> None:
         """Divide each step in another way, before the first."""
@@ -399,87 +392,8 @@ class SFTTrainer(engine.SFTTrainer):
         """Take the arguments as they are now for those that the trainer was created with."""
         self._created_with = refusals.snapshot(*(arguments for arguments, _ in self._created_with))
 
-    # --- commands that are given the script ---------------------------------------------------------------------------
-
-    def take_launch_batch(self, gpus: int) -> int:
-        """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
-        then one of its ranks. Returns their number."""
-        fewest = self.context.size
-        world = max(gpus, fewest)
-        while True:
-            try:
-                batch = settings.batch(self.given, self._global_batch_size, world)
-                break
-            except UserError:
-                if world == fewest:
-                    raise
-                world -= 1
-        self._take_batch(batch)
-        return world
-
-    def _take_batch(self, batch: Batch) -> None:
-        self.job.batch = batch
-        self.job.config = self._configuration(self.model, self.job.stack, batch)
-        self.plan = self.job.plan()
-
-    def build_trial(self, job: Job, folder: Path) -> BuiltTrainer:
-        """As `building.build_trainer`: this trainer on the rows of `job`, without the script's callbacks. It is of no
-        other use afterwards."""
-        logger = building.build_run_logger(job, folder, start_step=0, dashboard=None)
-        stop = StopOnRequest()
-        self.set_steps(folder, job.config.training.max_steps, logging_steps=job.config.logging.logging_steps)
-        self.plan, self.layout, self.eval_layout = job.plan(), job.layout, job.eval_layout
-        self.set_batch(job.batch)
-        self.callback_handler.callbacks = [transformers.trainer_callback.DefaultFlowCallback(), logger, stop]
-        self.add_callback(FirstGradients())
-        self.train = functools.partial(engine.SFTTrainer.train, self)  # type: ignore[assignment]  # no run of its own
-        logger.attach(self)
-        return BuiltTrainer(trainer=self, logger=logger, stop=stop)
-
-    def train_for_parity(self, folder: Path, steps: int, most: int) -> None:
-        """A short run, for `finetune parity`: without gradient clipping, a learning-rate schedule, and callbacks that
-        report or need evaluations. Writes into `folder` what is compared.
-
-        Args:
-            most: the number of ranks whose launch has the global batch.
-
-        Raises:
-            UserError: the global batch does not divide over this number of ranks.
-        """
-        size = self._global_batch_size or settings.rows_per_rank(self.given) * most
-        self._take_batch(settings.batch(self.given, size, distributed.ranks().world_size))
-        self.set_steps(folder, steps, logging_steps=1)
-        constant = dict(max_grad_norm=0.0, warmup_steps=0, lr_scheduler_type="constant")
-        training = replace(self.job.config.training, output_dir=str(folder), max_steps=steps, save_steps=0, **constant)
-        logging = replace(self.job.config.logging, logging_steps=1, profile_steps=0)
-        self.job.config = replace(self.job.config, training=training, logging=logging)
-        self._set_arguments(**constant, lr_scheduler_kwargs={})
-        watchers = (transformers.EarlyStoppingCallback, *INTEGRATION_TO_CALLBACK.values())
-        for callback in [one for one in self.callback_handler.callbacks if isinstance(one, watchers)]:
-            self.remove_callback(callback)
-        self.add_callback(ParityDump(folder))
-        self.train()
-        if self.eval_layout is not None:
-            found = self.evaluate()
-            losses = [value for name, value in found.items() if name.startswith("eval_") and name.endswith("_loss")]
-            assert self._record is not None
-            self._record.update(eval_loss_after=sum(losses) / len(losses))
-
-    def set_steps(self, folder: Path, steps: int, *, logging_steps: int) -> None:
-        """Train `steps` optimizer steps, and save and evaluate nothing meanwhile."""
-        self._set_arguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            logging_strategy=IntervalStrategy.STEPS,
-            logging_steps=logging_steps,
-            logging_first_step=False,
-            save_strategy=SaveStrategy.NO,
-            eval_strategy=IntervalStrategy.NO,
-            eval_on_start=False,
-            load_best_model_at_end=False,
-        )
-
-    def _set_arguments(self, **changed: object) -> None:
+    def set_arguments(self, **changed: object) -> None:
+        """Change arguments after the trainer was created, for a command."""
         for name, value in changed.items():
             setattr(self.args, name, value)
         self._accept_arguments()
@@ -532,7 +446,7 @@ class SFTTrainer(engine.SFTTrainer):
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
         sums = final_model.save_final(self, folder)
-        record = self._record
+        record = self.record
         if record is not None and record.path.parent.resolve() == folder.resolve():
             weights = {name: one for name, one in sums.items() if name.endswith(".safetensors")}
             record.try_update(final_files=weights)  # the script may write the other files again

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from finetune.config import Batch, Config, data_ranks
+from finetune.config.rules import Mode
 from finetune.data.layout import Layout, lay_out
-from finetune.data.plan import Plan
+from finetune.data.plan import Plan, SequentialPlan
 from finetune.data.prepare import Data, prepare
 from finetune.engine import invariants
 from finetune.engine.kernels import liger
@@ -29,9 +30,46 @@ if TYPE_CHECKING:
     from finetune.engine.optimizer import master_weights
 
 
-@dataclass(kw_only=True)
+Value = TypeVar("Value")
+
+AS_CONFIGURED = "as configured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Generic[Value]):
+    """What a run takes where its configuration leaves something open: a value, why, and the seconds that it took to
+    find. It is how activations are kept (`config.rules.Mode`), or the rows of a micro-batch."""
+
+    value: Value
+    reason: str
+    seconds: float = 0.0
+    searches: bool = False  # whether the run still measures before its first step
+
+    @property
+    def made(self) -> bool:
+        """Whether the configuration leaves it open, and it is known."""
+        return not self.searches and self.reason != AS_CONFIGURED
+
+    def to_dict(self, settings: JsonObject) -> JsonObject:
+        """For run.json and checkpoints, with the value as they name it."""
+        return {**settings, "reason": self.reason, "seconds": self.seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The rows as the model takes them, and the kernel of their attention."""
+
+    train: Layout
+    eval: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
+    unpacked_because: str | None  # why rows are padded instead of packed; None if packed
+    attention: AttentionKernel
+    in_order: bool = False  # train the rows in this order, without shuffling
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, its data and the plan of its steps, on this rank."""
+    """A model, its data and the plan of its steps, on this rank. `assemble` makes it, and `measure.settle.settle`
+    decides what its configuration leaves open."""
 
     config: Config
     batch: Batch
@@ -39,29 +77,172 @@ class Job:
     hardware: Hardware
     tokenizer: Tokenizer
     data: Data
-    layout: Layout
-    eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
-    unpacked_because: str | None  # why rows are padded instead of packed; None if packed
-    attention: AttentionKernel  # the kernel of packs
+    layouts: Layouts
     layer_kernels: liger.LayerKernels
     master_weights: master_weights.WeightPrecision
     model: Model
     size: ModelSize
-    context: ContextGroup = ALONE  # the ranks that share each row
+    context: ContextGroup  # the ranks that share each row
     # (key, package.module:name, what it stands for) of the code that the configuration names
-    user_code: list[tuple[str, str, Any]] = field(default_factory=list)
+    user_code: Sequence[tuple[str, str, Any]]
+    activations: Choice[Mode] | None = None  # once settled
+    micro_batch: Choice[int] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The training rows."""
+        return self.layouts.train
+
+    @property
+    def eval_layout(self) -> Layout | Mapping[str, Layout] | None:
+        """The held-out rows."""
+        return self.layouts.eval
+
+    @property
+    def unpacked_because(self) -> str | None:
+        """Why rows are padded instead of packed; None if packed."""
+        return self.layouts.unpacked_because
+
+    @property
+    def attention(self) -> AttentionKernel:
+        """The kernel of packs."""
+        return self.layouts.attention
+
+    @property
+    def searches(self) -> bool:
+        """Whether something is still measured before the first step."""
+        return any(choice is not None and choice.searches for choice in (self.activations, self.micro_batch))
+
+    def parts(self, **changed: Any) -> dict[str, Any]:
+        """What `assemble` takes by name: for the same run with other rows, another batch or another model."""
+        names = ("batch", "tokenizer", "layer_kernels", "master_weights", "layouts", "context", "user_code")
+        return {name: getattr(self, name) for name in names} | changed
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
-        return Plan(
-            costs=self.layout.packs.costs(self.size.hidden),
-            label_tokens=self.layout.label_tokens,
-            global_batch_size=self.batch.global_batch_size,
-            seed=self.config.training.seed,
-            fingerprint=self.data.fingerprint,
-            lengths=self.layout.padded_lengths,
-            group_by_length=self.config.training.train_sampling_strategy == "group_by_length",
+        return plan_rows(
+            self.config, self.data, self.layout, self.batch, self.size.hidden, in_order=self.layouts.in_order
         )
+
+
+def assemble(
+    config: Config,
+    stack: Stack,
+    model: Model,
+    data: Data,
+    *,
+    batch: Batch,
+    tokenizer: Tokenizer,
+    layer_kernels: liger.LayerKernels,
+    master_weights: master_weights.WeightPrecision,
+    layouts: Layouts | None = None,
+    pack_eval: bool = True,
+    context: ContextGroup = ALONE,
+    user_code: Sequence[tuple[str, str, Any]] = (),
+) -> Job:
+    """The job of a loaded model and tokenized rows, for both front doors, and for trials of it.
+
+    Args:
+        layouts: of the rows; None to prepare the model for packs, if it can take them, and lay the rows out.
+        pack_eval: whether held-out rows are packed as the training rows are.
+
+    Raises:
+        UserError: an attention kernel is wanted that this run cannot use.
+    """
+    if layouts is None:
+        layouts = lay_out_for(model, config, stack, data, batch.per_device, context, pack_eval=pack_eval)
+        stack = stack.with_masks() if layouts.attention.masks else stack
+    return Job(
+        config=config,
+        batch=batch,
+        stack=stack,
+        hardware=hardware.probe(),
+        tokenizer=tokenizer,
+        data=data,
+        layouts=layouts,
+        layer_kernels=layer_kernels,
+        master_weights=master_weights,
+        model=model,
+        size=model_size(model),
+        context=context,
+        user_code=user_code,
+    )
+
+
+def lay_out_for(
+    model: Model,
+    config: Config,
+    stack: Stack,
+    data: Data,
+    per_device: int,
+    context: ContextGroup,
+    *,
+    pack_eval: bool = True,
+) -> Layouts:
+    """Prepare the model for packs, or for rows that ranks share, and lay the rows out as it takes them.
+
+    Raises:
+        UserError: an attention kernel is wanted that this run cannot use.
+    """
+    from finetune.engine.model import load_arguments, packing
+
+    because = packing.why_not_packed(model, stack) if config.data.packing else "packing is off"
+    if context.size > 1:
+        packing.prepare_for_shared_rows(model, config, stack, context)
+    elif because is None:
+        because = packing.prepare_for_packs(model, config, stack)
+    length = config.data.row_length if because is None else None
+    layout, dtype = lay_out_split(config, data, "train", length), load_arguments.resolve_dtype(config, stack)
+    kernel = choose_attention(config.model.packed_attention, model, stack, layout, per_device, dtype, context)
+    held_out = lay_out_eval(config, data, length if pack_eval else None)
+    return Layouts(train=layout, eval=held_out, unpacked_because=because, attention=kernel)
+
+
+def lay_out_split(config: Config, data: Data, split: str, pack_length: int | None) -> Layout:
+    """The rows of a split, in packs or padded."""
+    return lay_out(data.splits[split], pack_length, seed=config.training.seed, fingerprint=data.fingerprint)
+
+
+def lay_out_eval(config: Config, data: Data, pack_length: int | None) -> Layout | dict[str, Layout] | None:
+    """The held-out rows; by name if there are several sets."""
+    found = {
+        split.removeprefix("eval").removeprefix("_"): lay_out_split(config, data, split, pack_length)
+        for split in data.splits
+        if split != "train"
+    }
+    return found.get("", found or None)
+
+
+def plan_rows(
+    config: Config, data: Data, layout: Layout, batch: Batch, hidden: int | None, *, in_order: bool = False
+) -> Plan:
+    """The order of the training rows in global steps.
+
+    Args:
+        hidden: the width of the model, for the costs of rows; None without a model.
+        in_order: do not shuffle them.
+    """
+    return (SequentialPlan if in_order else Plan)(
+        costs=layout.tokens if hidden is None else layout.packs.costs(hidden),
+        label_tokens=layout.label_tokens,
+        global_batch_size=batch.global_batch_size,
+        seed=config.training.seed,
+        fingerprint=data.fingerprint,
+        lengths=layout.padded_lengths,
+        group_by_length=config.training.train_sampling_strategy == "group_by_length",
+    )
+
+
+def read_rows(config: Config) -> tuple[Tokenizer, Data]:
+    """The tokenizer and the tokenized rows of a configuration, before any rank has joined.
+
+    Raises:
+        UserError: the tokenizer or the data cannot be used.
+    """
+    from finetune.engine.model import tokenizer_loading
+
+    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
+    return tokenizer, prepare(config, tokenizer)
 
 
 def open_job(
@@ -72,6 +253,7 @@ def open_job(
     before_loading: Callable[[str], str] = lambda weights: weights,
     *,
     stand_in: bool = False,
+    user_code: Sequence[tuple[str, str, Any]] = (),
 ) -> Job:
     """Prepare the data, connect to the other ranks, then load the model.
 
@@ -80,11 +262,12 @@ def open_job(
         before_loading: called on every rank once the ranks can communicate, before the model is loaded, with how the
             trained weights would be kept; returns how they are kept.
         stand_in: this process stands in for one of the ranks that share each row, to be measured.
+        user_code: as `Job.user_code`.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine.model import load_arguments, load_checks, packing, positions, tokenizer_loading
+    from finetune.engine.model import load_arguments, load_checks, positions, tokenizer_loading
     from finetune.engine.optimizer import master_weights
     from finetune.engine.training import arguments
 
@@ -92,9 +275,8 @@ def open_job(
     start_up.ended("libraries")
     load_checks.check(config, stack)
     load_checks.check_on_meta_model(config, stack)
-    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
     with activity.during("preparing data"):
-        prepared = prepare(config, tokenizer)
+        tokenizer, prepared = read_rows(config)
     tokenizer = tokenizer_loading.set_chat_template(
         config, tokenizer
     )  # the rows are rendered; from here on it is what is saved
@@ -114,7 +296,6 @@ def open_job(
         if (kept := before_loading(weights.kind)) != weights.kind:
             weights = master_weights.WeightPrecision(kind=kept, reason="as in the checkpoint")
     config = replace(config, training=replace(config.training, master_weights=kept))
-    pack_length = config.data.row_length if config.data.packing else None
     splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
@@ -124,35 +305,20 @@ def open_job(
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
         if rows is not None:
             positions.check(loaded, rows, split)
-    because = "data.packing is off" if pack_length is None else packing.why_not_packed(loaded, stack)
-    if context.size > 1:
-        packing.prepare_for_shared_rows(loaded, config, stack, context)
-    elif because is None:
-        because = packing.prepare_for_packs(loaded, config, stack)
-    if because is not None:
-        pack_length = None
-    keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
-    layout = lay_out(prepared.train, pack_length, **keyed)
-    dtype = load_arguments.resolve_dtype(config, stack)
-    kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype, context)
-    start_up.ended("model")
-    return Job(
-        config=config,
+    job = assemble(
+        config,
+        stack,
+        loaded,
+        prepared,
         batch=batch,
-        stack=stack.with_masks() if kernel.masks else stack,
-        hardware=hardware.probe(),
         tokenizer=tokenizer,
-        data=prepared,
-        layout=layout,
-        eval_layout=lay_out(prepared.eval, pack_length, **keyed) if prepared.eval else None,
-        unpacked_because=because,
-        attention=kernel,
         layer_kernels=liger.choose(config, stack, loaded),
         master_weights=weights,
-        model=loaded,
-        size=model_size(loaded),
         context=context,
+        user_code=user_code,
     )
+    start_up.ended("model")
+    return job
 
 
 def choose_attention(

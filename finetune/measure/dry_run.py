@@ -56,13 +56,13 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
     try:
         with logger:
             trial.memory.reset()
-            with out_of_memory.explain_out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(lambda: trial.job):
                 trainer.train()
             if len(trial.steps) < trial.least_steps:
                 raise RunError(_too_slow(trial))
             measured = trial.measure(psutil.Process().create_time() + modes.seconds)
             results = logger.results()
-            with out_of_memory.explain_out_of_memory(trial.job):
+            with out_of_memory.explain_out_of_memory(lambda: trial.job):
                 if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
     except DoesNotFit as error:

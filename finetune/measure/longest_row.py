@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from finetune.config.rules import LOADED_AS, OFFLOAD, Mode, activation_modes
 from finetune.data.layout import Layout
 from finetune.data.packs import MULTIPLE
-from finetune.engine.job import Job
+from finetune.engine.job import AS_CONFIGURED, Choice, Job
 from finetune.engine.model import positions
 from finetune.engine.monitoring import peak_memory as process_memory
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
-from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.report import activations_line
 from finetune.engine.training import recompute
 from finetune.errors import RunError, UserError
@@ -331,18 +330,24 @@ class TrialModes:
     """The modes of a trial.
 
     rows:    of the job, of which the trial has a sample
-    choice:  how the job keeps its activations; measured first if it `searches`
+    settle:  the job with how its activations are kept
     every:   measure all modes, not only that one
     seconds: that the measurement before the first step took, without what a run needs as well
     """
 
     trial: Trial
     rows: Rows
-    choice: Choice[Mode]
+    settle: Callable[[Job, Choice[Mode]], Job]
     every: bool = False
     found: list[Measured] = field(default_factory=list)
     proof: JsonObject | None = None
     seconds: float = 0.0
+
+    @property
+    def choice(self) -> Choice[Mode]:
+        """How the job keeps its activations; measured first if it `searches`."""
+        assert self.trial.job.activations is not None
+        return self.trial.job.activations
 
     def measure(self) -> None:
         """Before the first step: measure, and take the fastest mode if the job leaves it open.
@@ -358,10 +363,10 @@ class TrialModes:
         self._measure(ladder(trial.job) if every else [self.choice.value])
         if self.choice.searches:
             try:
-                self.choice = decide(self.rows, self.found, limit)
+                decided = decide(self.rows, self.found, limit)
             except RunError as error:
                 raise DoesNotFit(str(error)) from None
-            trial.job = replace(trial.job, config=self.choice.value.set_in(trial.job.config))
+            trial.job = self.settle(trial.job, decided)
         apply(trial.trainer, self.choice.value)
         own = self.of(self.choice.value)
         points = own.points if own is not None else ()

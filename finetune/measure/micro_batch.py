@@ -15,9 +15,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from finetune.data.layout import Layout
-from finetune.engine.job import Job
+from finetune.engine.job import AS_CONFIGURED, Choice, Job
 from finetune.engine.monitoring import peak_memory as process_memory
-from finetune.engine.session.choice import AS_CONFIGURED, Choice
 from finetune.engine.session.opening import total_steps
 from finetune.measure import held, measurements, probe
 from finetune.runtime import scripts

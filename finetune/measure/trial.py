@@ -17,8 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from finetune.config import Batch
 from finetune.data.layout import Layout
-from finetune.data.plan import Plan
-from finetune.engine.job import Job
+from finetune.engine.job import Job, assemble
 from finetune.engine.monitoring.run_logger import RunLogger
 from finetune.engine.session.building import BuiltTrainer, build_trainer
 from finetune.engine.sharding import memory_per_rank
@@ -29,7 +28,6 @@ from finetune.measure.predict import line_through
 from finetune.measure.probe import longest_rows
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.runtime.ranks.context_group import StandIn
-from finetune.runtime.types import JsonObject
 
 T = TypeVar("T")
 
@@ -44,28 +42,6 @@ LONG_TOKENS = 2**16  # of a micro-batch, from which on a pass takes so long that
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------
-
-
-class SequentialPlan(Plan):
-    """A plan without shuffling."""
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.arange(self.n_rows)
-
-
-class TrialJob(Job):
-    """A job that trains on its rows in the given order."""
-
-    def plan(self) -> Plan:
-        plan = super().plan()
-        return SequentialPlan(
-            costs=plan.costs,
-            label_tokens=plan.label_tokens,
-            global_batch_size=self.batch.global_batch_size,
-            seed=plan.seed,
-            fingerprint=plan.fingerprint,
-            lengths=plan.lengths,
-        )
 
 
 def typical_micro_batches(job: Job, count: int) -> np.ndarray:
@@ -281,14 +257,10 @@ def prepare(
         evaluated = None if held_out is None else _longest_of(held_out)
     # Losses are read once, at the end: logging costs a host-device sync, and most steps of a real run do not log.
     logging = replace(job.config.logging, logging_steps=len(tokens), profile_steps=0)
-    fields: JsonObject = {name: getattr(job, name) for name in job.__dataclass_fields__}
-    fields |= dict(
-        config=replace(job.config, training=training, logging=logging),
-        batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
-        layout=job.layout.take(micro_batches.reshape(-1)),
-        eval_layout=evaluated,
-    )
-    trial = TrialJob(**fields)
+    layouts = replace(job.layouts, train=job.layout.take(micro_batches.reshape(-1)), eval=evaluated, in_order=True)
+    batch = Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation)
+    config = replace(job.config, training=training, logging=logging)
+    trial = assemble(config, job.stack, job.model, job.data, **job.parts(batch=batch, layouts=layouts))
     built = build(trial, folder)
     trainer = built.trainer
     built.logger.monitor.keep_steps()

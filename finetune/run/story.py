@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
-from finetune.config.rules import Mode
 from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, disk_checks, opening, out_of_memory, report
-from finetune.engine.session.choice import Choice
 from finetune.errors import RunError
 from finetune.run import dashboard, evaluation, final_model, recording
 from finetune.runtime import runlock, startup
@@ -62,6 +60,9 @@ class Door(abc.ABC):
     def trainer(self, job: Job, start: StartPoint, pages: Dashboard) -> AbstractContextManager[BuiltTrainer]:
         """The trainer with the callbacks of this run, for the time of the run."""
 
+    def settled(self, job: Job) -> None:  # noqa: B027  nothing to do for most
+        """Called with what was measured before the first step."""
+
     def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> object:
         """Train to the end. Returns what the trainer returns."""
         return trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
@@ -81,19 +82,6 @@ class Door(abc.ABC):
     @abc.abstractmethod
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         """The last thing that is done under the lock, after training if it has `ended`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Open:
-    """What may still be measured before the first step: how activations are kept, and the micro-batch."""
-
-    mode: Choice[Mode]
-    size: Choice[int]
-
-    @property
-    def searches(self) -> bool:
-        """Whether one of them is."""
-        return self.mode.searches or self.size.searches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,137 +107,133 @@ def run(door: Door, config: Config, record: RunRecord) -> RunOutcome:
             return RunOutcome(done=done, output=door.leave_finished(job, start, done))
         disk_checks.check_space(job.config, job.model)
         disk_checks.check_saving(job)
-        from finetune.measure import longest_row, micro_batch  # after the backend, which the door has started
+        from finetune.measure.settle import settle  # after the backend, which the door has started
 
-        mode = longest_row.choose(job, start.activations)
-        job.config = mode.value.set_in(job.config) if mode.made else job.config
-        size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
-        job.batch = job.batch.divided(size.value)
+        job = settle(job, distributed.ranks().world_size, start)
         door.take_folder(job, start)
         report.print_introduction(job, start)
-        report.print_activations(mode)
+        report.print_activations(job)
+        story = _Run(door=door, record=record, start=start, job=job)
         with recording.record_run(record, job, start):
-            outcome = _train_recorded(door, job, record, start, Open(mode=mode, size=size))
-        door.close(job, record, ended=not outcome.stopped)
+            outcome = story.train()
+        door.close(story.job, record, ended=not outcome.stopped)
         return outcome
 
 
-def _train_recorded(door: Door, job: Job, record: RunRecord, start: StartPoint, left: Open) -> RunOutcome:
-    """Evaluate, train, save and evaluate again."""
-    from finetune.engine.monitoring import samples
-    from finetune.measure import longest_row, scoring
+@dataclass(kw_only=True)
+class _Run:
+    """A run from its record on. `job` is settled again, by measurements, before the first step."""
 
-    output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
-    questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
-    pages = dashboard.dashboard_pages(job, record, questions)
-    explained = out_of_memory.explain_out_of_memory(job, longest_row.known_remedy)
-    with door.trainer(job, start, pages) as built, built.logger, explained:
-        trainer, logger = built.trainer, built.logger
-        checkpoint = building.prepare_resume(trainer, start, job.config.training.save_total_limit)
-        _begin(job, record, trainer, start, checkpoint, left)
-        before, answers_before = door.evaluate(job, built, questions, trained=False)
-        startup.current().ended("evaluation")
-        with interrupt.deferred():
-            output = door.train(trainer, checkpoint, rebuild=start.rebuild)
-        _record_results(job, record, built)
-        if built.stop.stopped:
-            record.update(status="interrupted", interrupted_by=interrupt.reason())
-            report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
-            return RunOutcome(stopped=True)
-        sums = door.save(trainer, output_dir)
-        after, answers_after = door.evaluate(job, built, questions, trained=True)
-        if answers_after is not None:
-            logger.show_samples(answers_after, trainer.state.global_step)
-        scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
-        # A disk without room for run.json must not keep a script from saving its model.
-        write = record.update if sums is not None else record.try_update
-        # Before the logger ends: its last page reviews the run by this record.
-        write(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
+    door: Door
+    record: RunRecord
+    start: StartPoint
+    job: Job
 
-    if answers_before is not None and answers_after is not None:
-        console().print(samples.table(answers_before, answers_after))
-    report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
-    return RunOutcome(output=output)
+    def train(self) -> RunOutcome:
+        """Evaluate, train, save and evaluate again."""
+        from finetune.engine.monitoring import samples
+        from finetune.measure import longest_row, scoring
 
+        door, record, job = self.door, self.record, self.job
+        output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
+        questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
+        pages = dashboard.dashboard_pages(job, record, questions)
+        explained = out_of_memory.explain_out_of_memory(lambda: self.job, longest_row.known_remedy)
+        with door.trainer(job, self.start, pages) as built, built.logger, explained:
+            trainer, logger = built.trainer, built.logger
+            checkpoint = building.prepare_resume(trainer, self.start, job.config.training.save_total_limit)
+            self._begin(trainer, checkpoint)
+            before, answers_before = door.evaluate(job, built, questions, trained=False)
+            startup.current().ended("evaluation")
+            with interrupt.deferred():
+                output = door.train(trainer, checkpoint, rebuild=self.start.rebuild)
+            self._record_results(built)
+            if built.stop.stopped:
+                record.update(status="interrupted", interrupted_by=interrupt.reason())
+                report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
+                return RunOutcome(stopped=True)
+            sums = door.save(trainer, output_dir)
+            after, answers_after = door.evaluate(job, built, questions, trained=True)
+            if answers_after is not None:
+                logger.show_samples(answers_after, trainer.state.global_step)
+            scores = {f"{name}_before": before[name] for name in before}
+            scores |= {f"{name}_after": after[name] for name in after}
+            # A disk without room for run.json must not keep a script from saving its model.
+            write = record.update if sums is not None else record.try_update
+            # Before the logger ends: its last page reviews the run by this record.
+            write(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
 
-def _begin(
-    job: Job,
-    record: RunRecord,
-    trainer: Any,
-    start: StartPoint,
-    checkpoint: str | None,
-    left: Open,
-) -> None:
-    """Check and record the trainer, and have it measure before the first step what is open."""
-    from finetune.measure import longest_row, micro_batch
+        if answers_before is not None and answers_after is not None:
+            console().print(samples.table(answers_before, answers_after))
+        report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
+        return RunOutcome(output=output)
 
-    recording.record_trainer(record, job, trainer, checkpoint)
-    if left.mode.made:  # a script has built its trainer before it was known
-        longest_row.apply(trainer, left.mode.value)
-    _note(record, trainer, job, left)
-    start_up = startup.current()
+    def _begin(self, trainer: Any, checkpoint: str | None) -> None:
+        """Check and record the trainer, and have it measure before the first step what is open."""
+        from finetune.measure import longest_row
 
-    def measure() -> None:
-        found = left
-        if found.mode.searches:
-            mode = longest_row.search_before_first_step(job, trainer)
-            job.config = mode.value.set_in(job.config)
-            report.print_activations(mode)
-            size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
-            found = Open(mode=mode, size=size)
-        size = found.size
-        if size.searches:
-            size = micro_batch.search_before_first_step(job, trainer)
-        job.batch = job.batch.divided(size.value)
+        recording.record_trainer(self.record, self.job, trainer, checkpoint)
+        assert self.job.activations is not None
+        if self.job.activations.made:  # a script has built its trainer before it was known
+            longest_row.apply(trainer, self.job.activations.value)
+        self._note(trainer)
+        # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
+        searches = self.job.searches and trainer.model_wrapped is trainer.model
+        trainer.before_first_step = (lambda: self._measure(trainer)) if searches else None
+        if not searches:
+            recording.write_configuration(self.job, self.record.path.parent)
+        startup.current().ended("trainer")
+
+    def _measure(self, trainer: Any) -> None:
+        """Settle what is open, with the trainer."""
+        from finetune.measure.settle import settle
+
+        before, world = self.job, distributed.ranks().world_size
+        job = self.job = settle(before, world, self.start, trainer)
+        self.door.settled(job)
         trainer.set_batch(job.batch)
-        if size.seconds:
-            report.print_micro_batch(job, size)
-        _note(record, trainer, job, Open(mode=found.mode, size=size))
-        record.update(batch=vars(job.batch), config=job.config.to_dict())
-        recording.write_configuration(job, record.path.parent)
-        start_up.ended("micro-batch")
+        if job.activations != before.activations:
+            report.print_activations(job)
+        report.print_micro_batch(job)
+        self._note(trainer)
+        self.record.update(batch=vars(job.batch), config=job.config.to_dict())
+        recording.write_configuration(job, self.record.path.parent)
+        startup.current().ended("micro-batch")
 
-    # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
-    searches = left.searches and trainer.model_wrapped is trainer.model
-    trainer.before_first_step = measure if searches else None
-    if not searches:
-        recording.write_configuration(job, record.path.parent)
-    start_up.ended("trainer")
+    def _note(self, trainer: Any) -> None:
+        """Note in run.json, and for checkpoints, what is known of what was open."""
+        mode, size = self.job.activations, self.job.micro_batch
+        assert mode is not None and size is not None
+        activations = mode.to_dict(vars(mode.value))
+        trainer.manifest |= {"activations": activations}
+        self.record.update(micro_batch=size.to_dict({"per_device": size.value}), activations=activations)
 
+    def _record_results(self, built: BuiltTrainer) -> None:
+        """Note what training has yielded. If the disk has no room for run.json, the model is still saved afterwards.
 
-def _note(record: RunRecord, trainer: Any, job: Job, found: Open) -> None:
-    """Note in run.json, and for checkpoints, what is known of what was open."""
-    activations = found.mode.to_dict(vars(found.mode.value))
-    trainer.manifest |= {"activations": activations}
-    record.update(micro_batch=found.size.to_dict({"per_device": found.size.value}), activations=activations)
+        Raises:
+            RunError: the loss diverged.
+        """
+        from finetune.engine.checkpoint import best
+        from finetune.measure import micro_batch, scoring
 
-
-def _record_results(job: Job, record: RunRecord, built: BuiltTrainer) -> None:
-    """Note what training has yielded. If the disk has no room for run.json, the model is still saved afterwards.
-
-    Raises:
-        RunError: the loss diverged.
-    """
-    from finetune.engine.checkpoint import best
-    from finetune.measure import micro_batch, scoring
-
-    trainer, logger = built.trainer, built.logger
-    step, results = trainer.state.global_step, logger.results()
-    prediction = scoring.score(job, results)
-    scoring.write(logger.records.events, prediction, step)
-    record.try_update(
-        steps=step,
-        prediction=prediction,
-        micro_batch_search=micro_batch.earlier_search(job),
-        attention=recording.attention_used(job, trainer),
-        **results,
-    )
-    if logger.diverged is not None:
-        checkpoint = record.path.parent / f"checkpoint-{step}"
-        raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
-    if built.stop.stopped:
-        return
-    found, stopped_at = best.best_summary(trainer), built.best.stopped_at if built.best else None
-    rule = job.config.training.early_stopping
-    record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
-    logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)
+        job, record, trainer, logger = self.job, self.record, built.trainer, built.logger
+        step, results = trainer.state.global_step, logger.results()
+        prediction = scoring.score(job, results)
+        scoring.write(logger.records.events, prediction, step)
+        record.try_update(
+            steps=step,
+            prediction=prediction,
+            micro_batch_search=micro_batch.earlier_search(job),
+            attention=recording.attention_used(job, trainer),
+            **results,
+        )
+        if logger.diverged is not None:
+            checkpoint = record.path.parent / f"checkpoint-{step}"
+            raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
+        if built.stop.stopped:
+            return
+        found, stopped_at = best.best_summary(trainer), built.best.stopped_at if built.best else None
+        rule = job.config.training.early_stopping
+        record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
+        logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)

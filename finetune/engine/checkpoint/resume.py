@@ -67,7 +67,7 @@ class StartPoint:
 
     @property
     def activations(self) -> JsonObject | None:
-        """How the run of the checkpoint kept its activations (`session.choice.Choice`); None without one."""
+        """How the run of the checkpoint kept its activations (`engine.job.Choice`); None without one."""
         found = self.found.manifest.get("activations")
         return found if isinstance(found, dict) else None
 

@@ -96,9 +96,9 @@ def open_session(
     def connected(weights: str) -> str:
         return weights if before_loading is None else before_loading(stack, weights)
 
-    job = open_job(config, batch, stack, on_failure=on_failure, before_loading=connected, stand_in=stand_in)
-    job.user_code = loaded
-    return job
+    return open_job(
+        config, batch, stack, on_failure=on_failure, before_loading=connected, stand_in=stand_in, user_code=loaded
+    )
 
 
 def open_and_compare(

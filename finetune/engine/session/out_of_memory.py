@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None = None) -> Iterator[None]:
+def explain_out_of_memory(
+    current: Callable[[], Job], measured: Callable[[Job], str | None] | None = None
+) -> Iterator[None]:
     """Turn an out-of-memory error of the GPU into a RunError that names the settings to change.
 
     Args:
+        current: gives the job as it is settled by then.
         measured: gives the settings that hold the job by an earlier measurement, if there is one.
     """
     import torch
@@ -29,6 +32,7 @@ def explain_out_of_memory(job: Job, measured: Callable[[Job], str | None] | None
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
+        job = current()
         half = max(job.batch.per_device // 2, 1)
         remedy = (
             f"set training.per_device_train_batch_size to {half} (same global batch of "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.config import Config, scaled_learning_rate
 from finetune.config.rules import Mode
-from finetune.engine.session.choice import Choice
+from finetune.engine.job import Choice
 from finetune.runtime import files
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -104,9 +104,11 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(note)
 
 
-def print_micro_batch(job: Job, size: Choice[int]) -> None:
-    """Print what the search before the first step has found."""
-    row = "row" if job.unpacked_because else "pack"
+def print_micro_batch(job: Job) -> None:
+    """Print what the search before the first step has found, if there was one."""
+    size, row = job.micro_batch, "row" if job.unpacked_because else "pack"
+    if size is None or not size.seconds:
+        return
     print_line(
         f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
         f"({size.seconds:.1f} s)"
@@ -119,9 +121,9 @@ def activations_line(mode: Choice[Mode]) -> str | None:
     return f"Chosen by auto: {mode.value.text}, {mode.reason}{took}" if mode.made else None
 
 
-def print_activations(mode: Choice[Mode]) -> None:
+def print_activations(job: Job) -> None:
     """Print it, if it was open and is known."""
-    if (line := activations_line(mode)) is not None:
+    if job.activations is not None and (line := activations_line(job.activations)) is not None:
         print_line(line)
 
 

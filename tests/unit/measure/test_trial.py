@@ -116,11 +116,11 @@ def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: 
     stack = types.SimpleNamespace(backend="transformers" if config.model.backend == "transformers" else "unsloth")
     hardware = types.SimpleNamespace(count=4)
     job: Any = types.SimpleNamespace(config=config, batch=batch, stack=stack, hardware=hardware)
-    with pytest.raises(RunError) as caught, explain_out_of_memory(job):
+    with pytest.raises(RunError) as caught, explain_out_of_memory(lambda: job):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert said in str(caught.value)
     text = "or use OTHERS .predicted to hold it.[ .]"
-    with pytest.raises(RunError, match=text), explain_out_of_memory(job, lambda _: "OTHERS"):
+    with pytest.raises(RunError, match=text), explain_out_of_memory(lambda: job, lambda _: "OTHERS"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
