@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, data_ranks, resolve_batch
-from finetune.config.arguments import FIXED, REFUSED, TAKEN
+from finetune.config.arguments import REFUSED, TAKEN
 from finetune.config.rules import OFFLOAD, SELECTIVE
 from finetune.config.schema import (
     SECTIONS,
@@ -17,7 +16,6 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from finetune.engine.monitoring import trackers
 from finetune.engine.optimizer.master_weights import FLOAT32, NONE, WeightPrecision, count_rounded
 from finetune.engine.training.recompute import Recomputation
 from finetune.runtime import files
@@ -95,29 +93,6 @@ def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:
         per_device_train_batch_size=batch.per_device,
         gradient_accumulation_steps=batch.accumulation,
     )
-
-
-def training_arguments(args: trl.SFTConfig, batch: Batch) -> trl.SFTConfig:
-    """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
-    args = copy.copy(args)
-    for name, value in FIXED.items():
-        setattr(args, name, value)
-    args.per_device_train_batch_size = batch.per_device
-    args.gradient_accumulation_steps = batch.accumulation
-    args.chat_template_path = None  # the tokenizer has it by now
-    # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
-    args.report_to = [name for name in args.report_to or [] if name != "tensorboard" and distributed.ranks().is_main]
-    trackers.disable_telemetry()
-    # As in engine.training.arguments: a dense model uses all its weights, and its buffers are constant.
-    args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
-    args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
-    args.ddp_timeout = timeout(args)
-    args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: never torch's DataParallel
-    for name in ("gradient_checkpointing", "activation_checkpointing"):  # `recompute.apply` turns it on
-        if hasattr(args, name):
-            setattr(args, name, False)
-    args.gradient_checkpointing_kwargs = None
-    return args
 
 
 def recomputation(args: trl.SFTConfig, model: Model, *, tiled_mlp: bool = False) -> Recomputation:

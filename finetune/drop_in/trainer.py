@@ -28,10 +28,12 @@ from finetune.engine.checkpoint import resume
 from finetune.engine.job import Job, assemble, lay_out_eval, lay_out_split
 from finetune.engine.kernels import fused_lora, grouped_experts, liger
 from finetune.engine.model import experts, positions, tokenizer_loading
+from finetune.engine.monitoring import trackers
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building
 from finetune.engine.sharding import shard
 from finetune.engine.training import batches
+from finetune.engine.training.arguments import training_arguments
 from finetune.errors import UserError
 from finetune.export import card
 from finetune.run import final_model, story
@@ -144,10 +146,11 @@ class SFTTrainer(JobTrainer):
         self.preparation = Preparation(args=given, tokenizer=tokenizer, reading=reading, collator=own)
         data = self.preparation.tokenized(sources)
         job = self._assemble(loaded, data, layers)
+        trackers.disable_telemetry()
         with scripts.remove_new_folder(Path(str(given.output_dir))):
             super().__init__(
                 model=loaded,
-                args=settings.training_arguments(given, job.batch),
+                args=training_arguments(given, job.batch, settings.timeout(given)),
                 tokenizer=tokenizer,
                 stack=job.stack,
                 plan=job.plan(),

@@ -51,11 +51,11 @@ def build_trainer(
     from finetune.engine.monitoring import callbacks, trackers
     from finetune.engine.sharding import shard
     from finetune.engine.training import recompute
-    from finetune.engine.training.arguments import training_arguments
+    from finetune.engine.training.arguments import configured_arguments
     from finetune.engine.training.trainer import SFTTrainer
 
     config = job.config
-    args = training_arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
+    args = configured_arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
     logger = build_run_logger(job, output_dir, start_step=start_step, dashboard=dashboard)
     stop = callbacks.StopOnRequest()
     tracker = best.best_model_callbacks(config.training, evaluates=job.data.eval is not None)

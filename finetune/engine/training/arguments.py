@@ -1,8 +1,8 @@
-"""TRL's training arguments for a configuration."""
+"""TRL's training arguments, for both front doors."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import re
 from pathlib import Path
 
@@ -19,21 +19,47 @@ from finetune.engine.optimizer import master_weights
 from finetune.engine.training.schedule import explain_schedule_error
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
 
-def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
-    """TRL's training arguments for a resolved configuration."""
+def training_arguments(given: trl.SFTConfig, batch: Batch, timeout: int) -> trl.SFTConfig:
+    """A copy of SFTConfig as the engine needs it, for both front doors: what it handles itself is off.
+
+    Args:
+        timeout: seconds that a collective waits for a stuck rank.
+    """
+    args = copy.copy(given)
+    for name, value in FIXED.items():
+        setattr(args, name, value)
+    args.per_device_train_batch_size = batch.per_device
+    args.gradient_accumulation_steps = batch.accumulation
+    args.chat_template_path = None  # the tokenizer has it by now
+    # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
+    args.report_to = [name for name in args.report_to or [] if name != "tensorboard" and distributed.ranks().is_main]
+    # A dense model uses every trainable weight in every step. The search for unused ones walks the autograd graph once
+    # per step, and fails with "marked as ready twice" under reentrant checkpointing.
+    args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
+    args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)  # rotary tables: constant, equal on all ranks
+    args.ddp_timeout = timeout
+    args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: never torch's DataParallel
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # `recompute.apply` turns it on
+        if hasattr(args, name):
+            setattr(args, name, False)
+    args.gradient_checkpointing_kwargs = None
+    return args
+
+
+def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
+    """The training arguments of a resolved configuration."""
     training = config.training
     dtype = resolve_dtype(config, stack)
     tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
     settings: JsonObject = dict(
         output_dir=training.output_dir,
-        per_device_train_batch_size=batch.per_device,
         per_device_eval_batch_size=training.per_device_eval_batch_size,
-        gradient_accumulation_steps=batch.accumulation,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
         learning_rate=scaled_learning_rate(training, batch.global_batch_size),
@@ -46,23 +72,17 @@ def training_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: 
         bf16=dtype == torch.bfloat16 and (stack.device == "cuda" or training.master_weights == master_weights.FLOAT32),
         fp16=stack.device == "cuda" and dtype == torch.float16,
         use_cpu=stack.device == "cpu",
-        gradient_checkpointing=False,  # `recompute.apply` turns it on
         save_strategy="steps" if training.save_steps or tracks_best else "no",
         save_steps=training.save_steps or NEVER,
         eval_strategy="steps" if evaluate and training.eval_steps else "no",
         eval_steps=training.eval_steps or None,
         logging_steps=config.logging.logging_steps,
         ddp_timeout=training.ddp_timeout,
-        # A dense model uses every trainable weight in every step. The search for unused ones walks the autograd graph
-        # once per step, and fails with "marked as ready twice" under reentrant checkpointing.
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # the buffers are rotary tables: constant, equal on all ranks
     )
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name
     settings |= {key: value for key, value in training.extra.items() if key != "gradient_checkpointing_kwargs"}
-    settings |= FIXED | {"report_to": "none"}
-    args = trl.SFTConfig(**current_field_names(settings))
+    args = training_arguments(trl.SFTConfig(**settings | {"report_to": "none"}), batch, training.ddp_timeout)
     if tracks_best:
         best.set_best_model_arguments(args, training)
     return args
@@ -79,7 +99,7 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
     """
     training = config.training
     try:
-        args = training_arguments(config, stack, batch, evaluate=bool(training.eval_steps))
+        args = configured_arguments(config, stack, batch, evaluate=bool(training.eval_steps))
         if args.torch_compile:
             check_compiler(args)
         parameter = torch.nn.Parameter(torch.zeros(1))
@@ -121,14 +141,3 @@ def check_compiler(args: trl.SFTConfig) -> None:
         value = getattr(args, key)
         if value is not None and str(value).lower() not in known:
             raise UserError(f"training.{key} is unknown: {value!r}. Set it to one of {', '.join(known)}.")
-
-
-def current_field_names(settings: JsonObject) -> JsonObject:
-    """The settings with `gradient_checkpointing*` renamed to `activation_checkpointing*` if the installed SFTConfig has
-    these fields, as it does from transformers 5.18 on."""
-    present = {field.name for field in dataclasses.fields(trl.SFTConfig)}
-    settings = dict(settings)
-    for kind in ("checkpointing", "checkpointing_kwargs"):
-        if f"activation_{kind}" in present and f"gradient_{kind}" in settings:
-            settings.setdefault(f"activation_{kind}", settings.pop(f"gradient_{kind}"))
-    return settings

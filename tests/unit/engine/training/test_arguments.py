@@ -1,46 +1,25 @@
-"""TRL's training arguments, by the names that the installed SFTConfig has."""
+"""TRL's training arguments as the engine needs them."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from pathlib import Path
 
 import pytest
 import trl
 
-from finetune.engine.training.arguments import current_field_names
+from finetune.config import Batch
+from finetune.config.arguments import FIXED
+from finetune.engine.training.arguments import training_arguments
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "expected"),
-    [
-        (
-            "learning_rate gradient_checkpointing gradient_checkpointing_kwargs",  # transformers up to 5.17
-            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
-            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
-        ),
-        (
-            "learning_rate activation_checkpointing activation_checkpointing_kwargs",  # from 5.18 on
-            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
-            {"learning_rate": 1e-3, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
-        ),
-        (  # both, of which the old one is deprecated
-            "gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs",
-            {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None},
-            {"activation_checkpointing": False, "gradient_checkpointing_kwargs": None},
-        ),
-        (  # the user's own setting, by the new name, wins
-            "activation_checkpointing gradient_checkpointing",
-            {"gradient_checkpointing": True, "activation_checkpointing": False},
-            {"activation_checkpointing": False},
-        ),
-    ],
-    ids=["old names", "new names", "both names", "both given"],
-)
-def test_checkpointing_settings_take_the_names_that_sft_config_has(
-    monkeypatch: pytest.MonkeyPatch, fields: str, given: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(trl, "SFTConfig", dataclasses.make_dataclass("SFTConfig", fields.split()))
-    before = dict(given)
-    assert current_field_names(given) == expected
-    assert given == before  # the argument is not changed
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_what_the_engine_does_itself_is_off(tmp_path: Path, name: str) -> None:
+    """By the name that transformers has for recomputation up to 5.17, and from 5.18 on."""
+    given = trl.SFTConfig(str(tmp_path), packing=True, report_to=["tensorboard"], use_cpu=True, bf16=False)
+    setattr(given, name, True)
+    before = dict(vars(given))
+    args = training_arguments(given, Batch(per_device=2, accumulation=3, global_batch_size=6), timeout=7)
+    assert vars(given) == before  # the argument is not changed
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.ddp_timeout) == (2, 3, 7)
+    assert (getattr(args, name), args.report_to, args.ddp_find_unused_parameters) == (False, [], False)
+    assert {field: getattr(args, field) for field in FIXED} == FIXED
