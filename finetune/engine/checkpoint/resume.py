@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.config.batch import data_ranks, grows_with_world_size, with_fixed_batch
+from finetune.config.batch import grows_with_world_size, with_fixed_batch
 from finetune.engine import record
 from finetune.engine.checkpoint import checkpoints
 from finetune.engine.checkpoint.base_weights import base_model
@@ -115,18 +115,16 @@ def resumed_batch(config: Config, manifest: Mapping[str, Any], world_size: int) 
     training, had = config.training, manifest.get("batch")
     names = {"per_device", "global_batch_size", "world_size"}
     if not (isinstance(had, dict) and had.keys() >= names and all(type(had[name]) is int for name in names)):
-        return resolve_batch(training, world_size, config.data)
+        had = dict.fromkeys(names, 0)
     if grows_with_world_size(training) and had["world_size"] > 0:
         whole = dataclasses.replace(training, context_parallel=1)  # the checkpoint counts ranks with different rows
         then = with_fixed_batch(whole, had["world_size"], config.data)
         if then.global_batch_size == had["global_batch_size"]:  # else the user has changed a factor
             training = dataclasses.replace(then, context_parallel=training.context_parallel)
-    found = resolve_batch(training, world_size, config.data)
-    kept = max(had["per_device"], 0)
+    found, kept = resolve_batch(training, world_size, config.data), had["per_device"]
     is_open = (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (None, None)
-    if is_open and kept and found.global_batch_size % (data_ranks(training, world_size) * kept) == 0:
-        training = dataclasses.replace(training, per_device_train_batch_size=kept)
-    return resolve_batch(training, world_size, config.data)
+    divides = is_open and kept > 0 and found.per_device * found.accumulation % kept == 0
+    return found.divided(kept) if divides else found
 
 
 def _once_per_machine(read: Callable[[], Any], what: str) -> Any:
