@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from finetune.config import Batch, Config, data_ranks
+from finetune.config import Batch, Config
 from finetune.config.rules import Mode
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan, SequentialPlan
@@ -15,12 +15,12 @@ from finetune.engine import invariants
 from finetune.engine.kernels import liger
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, startup
+from finetune.runtime import bootstrap
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
-from finetune.runtime.ranks import activity, context_group, distributed, process_group
-from finetune.runtime.ranks.context_group import ALONE, ContextGroup, StandIn
+from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
 if TYPE_CHECKING:
@@ -243,82 +243,6 @@ def read_rows(config: Config) -> tuple[Tokenizer, Data]:
 
     tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
     return tokenizer, prepare(config, tokenizer)
-
-
-def open_job(
-    config: Config,
-    batch: Batch,
-    stack: Stack,
-    on_failure: Callable[..., None] | None = None,
-    before_loading: Callable[[str], str] = lambda weights: weights,
-    *,
-    stand_in: bool = False,
-    user_code: Sequence[tuple[str, str, Any]] = (),
-) -> Job:
-    """Prepare the data, connect to the other ranks, then load the model.
-
-    Args:
-        on_failure: called with a message if another rank fails, just before this process exits.
-        before_loading: called on every rank once the ranks can communicate, before the model is loaded, with how the
-            trained weights would be kept; returns how they are kept.
-        stand_in: this process stands in for one of the ranks that share each row, to be measured.
-        user_code: as `Job.user_code`.
-
-    Raises:
-        UserError, RunError: with what is wrong and what to do.
-    """
-    from finetune.engine.model import load_arguments, load_checks, positions, tokenizer_loading
-    from finetune.engine.optimizer import master_weights
-    from finetune.engine.training import arguments
-
-    start_up = startup.current()
-    start_up.ended("libraries")
-    load_checks.check(config, stack)
-    load_checks.check_on_meta_model(config, stack)
-    with activity.during("preparing data"):
-        tokenizer, prepared = read_rows(config)
-    tokenizer = tokenizer_loading.set_chat_template(
-        config, tokenizer
-    )  # the rows are rendered; from here on it is what is saved
-    start_up.ended("data")
-    cpu = stack.device == "cpu"
-    process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
-    check_ranks_agree(prepared)
-    if stand_in and config.training.context_parallel > 1:
-        context = StandIn(size=config.training.context_parallel)
-    else:
-        data_ranks(config.training, distributed.ranks().world_size)
-        context = context_group.create(config.training.context_parallel, config.training.ddp_timeout)
-    start_up.ended("ranks")
-    arguments.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
-    weights = master_weights.choose(config, stack, load_arguments.resolve_dtype(config, stack))
-    with activity.during("reading the checkpoint"):
-        if (kept := before_loading(weights.kind)) != weights.kind:
-            weights = master_weights.WeightPrecision(kind=kept, reason="as in the checkpoint")
-    config = replace(config, training=replace(config.training, master_weights=kept))
-    splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
-    row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
-    with activity.during("loading the model"):
-        loaded = load_model(config, stack, row_length)
-    for split, ledger in prepared.ledgers.items():
-        tokenizer_loading.check_vocabulary(loaded, tokenizer, ledger, split)
-    for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
-        if rows is not None:
-            positions.check(loaded, rows, split)
-    job = assemble(
-        config,
-        stack,
-        loaded,
-        prepared,
-        batch=batch,
-        tokenizer=tokenizer,
-        layer_kernels=liger.choose(config, stack, loaded),
-        master_weights=weights,
-        context=context,
-        user_code=user_code,
-    )
-    start_up.ended("model")
-    return job
 
 
 def choose_attention(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from finetune.config import Batch, Config
+from finetune.config import Batch, Config, data_ranks
 from finetune.config.data_sources import evaluation_sources, training_sources
 from finetune.config.rules import needs_transformers
 from finetune.data import sources
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import config_checks
 from finetune.engine.record import RunRecord
-from finetune.runtime import bootstrap, user_code
-from finetune.runtime.ranks import distributed, multinode
+from finetune.runtime import bootstrap, startup, user_code
+from finetune.runtime.ranks import activity, context_group, distributed, multinode, process_group
+from finetune.runtime.ranks.context_group import ContextGroup, StandIn
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -72,11 +74,70 @@ def open_session(
         on_failure: called with a message if another rank fails, just before this process exits.
         before_loading: called once the ranks can communicate, before the model is loaded, with how the trained weights
             would be kept (`master_weights.WeightPrecision.kind`); returns how they are kept.
-        stand_in: as for `open_job`.
+        stand_in: this process stands in for one of the ranks that share each row, to be measured.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
+    stack = _start_backend(config, without)
+    from finetune.engine import job
+    from finetune.engine.kernels import liger
+    from finetune.engine.model import load_arguments, load_checks, positions, tokenizer_loading
+    from finetune.engine.optimizer import master_weights
+    from finetune.engine.training import arguments
+
+    named = user_code.configured(config.logging)
+    code = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]
+    if demo is not None:
+        demo.materialize(bootstrap.cache_folder())
+    start_up = startup.current()
+    start_up.ended("libraries")
+    load_checks.check(config, stack)
+    load_checks.check_on_meta_model(config, stack)
+    with activity.during("preparing data"):
+        tokenizer, data = job.read_rows(config)
+    # The rows are rendered; from here on it is what is saved.
+    tokenizer = tokenizer_loading.set_chat_template(config, tokenizer)
+    start_up.ended("data")
+    timeout, shared = config.training.ddp_timeout, config.training.context_parallel
+    process_group.start(cpu=stack.device == "cpu", timeout_seconds=timeout, on_failure=on_failure)
+    job.check_ranks_agree(data)
+    if stand_in and shared > 1:
+        context: ContextGroup = StandIn(size=shared)
+    else:
+        data_ranks(config.training, distributed.ranks().world_size)
+        context = context_group.create(shared, timeout)
+    start_up.ended("ranks")
+    arguments.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
+    weights = master_weights.choose(config, stack, load_arguments.resolve_dtype(config, stack))
+    with activity.during("reading the checkpoint"):
+        kept = weights.kind if before_loading is None else before_loading(stack, weights.kind)
+    if kept != weights.kind:
+        weights = master_weights.WeightPrecision(kind=kept, reason="as in the checkpoint")
+    config = replace(config, training=replace(config.training, master_weights=kept))
+    row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in data.splits.values())
+    with activity.during("loading the model"):
+        model = job.load_model(config, stack, row_length)
+    for split, rows in data.splits.items():
+        tokenizer_loading.check_vocabulary(model, tokenizer, data.ledgers[split], split)
+        positions.check(model, rows, "training" if split == "train" else "held-out")
+    opened = job.assemble(
+        config,
+        stack,
+        model,
+        data,
+        batch=batch,
+        tokenizer=tokenizer,
+        layer_kernels=liger.choose(config, stack, model),
+        master_weights=weights,
+        context=context,
+        user_code=code,
+    )
+    start_up.ended("model")
+    return opened
+
+
+def _start_backend(config: Config, without: Collection[str]) -> Stack:
     # The transformers backend is the one that is proven on sharded models and shared rows.
     backend, setting = config.model.backend, "model.backend"
     if backend == "auto" and (reason := needs_transformers(config)) is not None:
@@ -85,20 +146,8 @@ def open_session(
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
         multinode.node.connect()
-        from finetune.engine.job import open_job
         from finetune.engine.training import trainer  # noqa: F401  imports TRL and PEFT
-
-    named = user_code.configured(config.logging)
-    loaded = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]
-    if demo is not None:
-        demo.materialize(bootstrap.cache_folder())
-
-    def connected(weights: str) -> str:
-        return weights if before_loading is None else before_loading(stack, weights)
-
-    return open_job(
-        config, batch, stack, on_failure=on_failure, before_loading=connected, stand_in=stand_in, user_code=loaded
-    )
+    return stack
 
 
 def open_and_compare(
