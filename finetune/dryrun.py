@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config import Batch, Config, resolve_batch
+from finetune.config import Config
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import adapter_files
 from finetune.engine.session import disk_checks, opening, report
@@ -85,7 +85,7 @@ def run(config: Config, devices: int | None = None, *, longest: bool = False) ->
     opening.check_present(config)
     check_one_process()
     config, demo = opening.resolve_demo(config)
-    world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices, devices)
+    world, real = strategy.intended_batch(config, strategy.visible_gpus() if devices is None else devices, devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None
@@ -242,19 +242,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     import torch
 
     return isinstance(error, torch.OutOfMemoryError)
-
-
-def intended_batch(config: Config, gpus: int, devices: int | None = None) -> tuple[int, Batch]:
-    """The real run's number of ranks and its batch: all GPUs, or as many as the global batch allows. If GPUs share
-    rows and too few are here, the fewest that do.
-
-    Args:
-        devices: that the user named.
-    """
-    world = strategy.largest_world(config, gpus)
-    if devices is None:
-        world = max(world, config.training.context_parallel)
-    return world, resolve_batch(config.training, world, config.data)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config import Config, resolve_batch
+from finetune.config import Config
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options
@@ -82,9 +82,8 @@ def run(config: Config, json: Path | None = None) -> int:
     tokenizer, data = read_rows(config)
     pack_length = config.data.row_length if config.data.packing else None
     layouts = {name: lay_out_split(config, data, name, pack_length) for name in data.splits}
-    most = strategy.largest_world(config, strategy.visible_gpus())
-    world = max(most, config.training.context_parallel)  # the run may be on a machine with more GPUs
-    plan = plan_rows(config, data, layouts["train"], resolve_batch(config.training, world, config.data), None)
+    _, batch = strategy.intended_batch(config, strategy.visible_gpus())  # the run may be on another machine
+    plan = plan_rows(config, data, layouts["train"], batch, None)
     show(data, layouts, plan, tokenizer, began, json)
     return DONE
 
