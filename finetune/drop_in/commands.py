@@ -11,6 +11,7 @@ import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from finetune.config import Batch
 from finetune.drop_in import settings
 from finetune.engine.job import Job, assemble
 from finetune.engine.monitoring.callbacks import FirstGradients, ParityDump, StopOnRequest
@@ -21,13 +22,37 @@ from finetune.errors import UserError
 from finetune.runtime.ranks import distributed
 
 if TYPE_CHECKING:
-    from finetune.drop_in.trainer import SFTTrainer
+    import trl
+
+    from finetune.engine.record import RunRecord
+
+
+class JobTrainer(engine.SFTTrainer):
+    """The engine's trainer with the job of a script, as runs and commands see it.
+
+    given:             the user's arguments, as TRL would have completed them
+    global_batch_size: that the user has fixed
+    record:            of the last call of `train`, once it has ended
+    """
+
+    job: Job
+    given: trl.SFTConfig
+    global_batch_size: int | None
+    record: RunRecord | None
+
+    def take_batch(self, batch: Batch) -> None:
+        """Plan steps of so many rows."""
+        raise NotImplementedError
+
+    def set_arguments(self, **changed: object) -> None:
+        """Change arguments of SFTConfig after the trainer was created."""
+        raise NotImplementedError
 
 
 class ScriptCommands:
     """A script's trainer as commands see it (`runtime.types.ScriptTrainer`)."""
 
-    def __init__(self, trainer: SFTTrainer) -> None:
+    def __init__(self, trainer: JobTrainer) -> None:
         self._trainer = trainer
 
     @property

@@ -11,6 +11,7 @@ import transformers
 from transformers import TrainerState
 
 from finetune.config import Config
+from finetune.drop_in.commands import JobTrainer
 from finetune.drop_in.names import with_script_names
 from finetune.engine.checkpoint import best, finished_runs, output_folder, resume
 from finetune.engine.job import Job
@@ -29,12 +30,6 @@ from finetune.runtime.ranks import activity, interrupt
 from finetune.runtime.types import JsonObject
 
 _NOTHING = {"eval_loss": None, "exact_match": None}
-
-
-class JobTrainer(SFTTrainer):
-    """The engine's trainer, with the job that it trains."""
-
-    job: Job
 
 
 class ScriptRun(story.Door):

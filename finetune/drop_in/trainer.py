@@ -20,9 +20,9 @@ from finetune.config import Batch, Config, TrainingConfig, data_ranks
 from finetune.data.layout import Layout
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, names, refusals, rows, settings
-from finetune.drop_in.commands import ScriptCommands
+from finetune.drop_in.commands import JobTrainer, ScriptCommands
 from finetune.drop_in.preparation import Preparation
-from finetune.drop_in.script_run import JobTrainer, ScriptRun
+from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine.checkpoint import resume
 from finetune.engine.job import Job, assemble, lay_out_eval, lay_out_split
@@ -112,7 +112,7 @@ class SFTTrainer(JobTrainer):
         **older: Any,
     ) -> None:
         self._ready = False
-        self.record: RunRecord | None = None  # of the last call of `train`, once it has ended
+        self.record = None
         processing_class = older.pop("tokenizer", None) or processing_class
         field = older.get("dataset_text_field")
         given = former.complete_arguments(args, model, older, OVERRIDES)
@@ -141,7 +141,7 @@ class SFTTrainer(JobTrainer):
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
         self.global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
-        self.given = given  # the user's arguments, as TRL would have completed them
+        self.given = given
         own = None if rows.only_pads(data_collator) else data_collator
         self.preparation = Preparation(args=given, tokenizer=tokenizer, reading=reading, collator=own)
         data = self.preparation.tokenized(sources)
@@ -206,7 +206,6 @@ class SFTTrainer(JobTrainer):
         self.job, self.layout, self.eval_layout, self.plan = job, job.layout, job.eval_layout, job.plan()
 
     def take_batch(self, batch: Batch) -> None:
-        """Plan steps of so many rows."""
         job = self.job
         config = self._configuration(self.model, job.stack, batch)
         self._take(assemble(config, job.stack, self.model, job.data, **job.parts(batch=batch)))
@@ -396,7 +395,6 @@ class SFTTrainer(JobTrainer):
         self._created_with = refusals.snapshot(*(arguments for arguments, _ in self._created_with))
 
     def set_arguments(self, **changed: object) -> None:
-        """Change arguments after the trainer was created, for a command."""
         for name, value in changed.items():
             setattr(self.args, name, value)
         self._accept_arguments()
