@@ -109,6 +109,11 @@ def test_commands_are_imported_by_their_entry_points_alone() -> None:
     assert {name for name, imports in graph().items() if "finetune.train" in imports} <= allowed
 
 
+def test_the_package_needs_neither_tests_nor_benchmarks() -> None:
+    for path in MODULES.values():
+        assert not {"tests", "benchmarks"} & {name.split(".")[0] for name in imported_names(path)}, path
+
+
 def test_patches_never_import_the_package() -> None:
     for path in (ROOT / "patches").glob("*.py"):
         assert not any(name.split(".")[0] == "finetune" for name in imported_names(path)), path
