@@ -150,11 +150,16 @@ def changed_in_place(program: Program, node: ast.AST, models: Set[str], roles: S
     for inner in _runs(node):
         for value, what in _changed(program, inner, models, roles):
             for name in _owners(program, value):
-                found.setdefault(name, ast.unparse(what)[:60])
+                found.setdefault(name, _text(what))
         function = program.definition(getattr(getattr(inner, "func", None), "id", ""))
         if isinstance(inner, ast.Call) and isinstance(function, ast.FunctionDef):
             found = _by_function(program, inner, function, models, roles) | found
     return found
+
+
+def _text(node: ast.AST) -> str:
+    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    return ast.unparse(node)[:60] + (" = ..." if stored else "")
 
 
 def _runs(node: ast.AST) -> Iterator[ast.AST]:
@@ -251,5 +256,5 @@ def _by_function(
                 for name in _owners(program, value):
                     owner = roots.get(name, None if name in {*names, *bound} else name)
                     if owner is not None:
-                        found.setdefault(owner, ast.unparse(what)[:60])
+                        found.setdefault(owner, _text(what))
     return found

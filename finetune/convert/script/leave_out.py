@@ -158,13 +158,20 @@ def reason(draft: Draft, place: int) -> str | None:
     if place == draft.train or sets_up(draft, node):
         return None
     if isinstance(node, DEFINITIONS):
-        return "unused definition"
+        return None if _runs_when_made(draft.program, node) else "unused definition"
     if _adds_path(draft.program, node):
         return "the script imports no module of the repository"
     if fetched_package(draft.program, node):
         return FETCHED
     rules = (_left_to_you, _cleaning, _installation, _environment, _account, _device, _saving_early, _showing)
     return next((why for rule in rules if (why := rule(draft, statement)) is not None), None)
+
+
+def _runs_when_made(program: Program, node: ast.AST) -> bool:
+    """Whether making a class runs a metaclass or `__init_subclass__` of the notebook's."""
+    bases = [program.definition(ast.unparse(base)) for base in getattr(node, "bases", ())]
+    inside = [getattr(one, "name", "") for base in bases if base is not None for one in base.body]
+    return isinstance(node, ast.ClassDef) and (bool(node.keywords) or "__init_subclass__" in inside)
 
 
 def _of_another_model(draft: Draft, place: int) -> bool:

@@ -73,6 +73,7 @@ def test_a_change_beside_an_inference_is_refused(code: str, tmp_path: Path) -> N
     found = converted(tmp_path, IN_INFERENCE[code], f"with torch.no_grad():\n    {GENERATE}\n    {code}")
     assert (found.result, found.code) == ("refused", "R4")
     assert "(inference), but it also changes" in found.reason and "as a statement of its own" in found.reason
+    assert ("= ...`" in found.reason) == (" = " in code and "head" not in code)
 
 
 REFUSED = {
@@ -122,6 +123,7 @@ KEPT = {
     "kinds = {'a': torch.float16}\nmodel.to(kinds['a'])": 'model.to(kinds["a"])',
     "model.to(getattr(torch, 'fl' + 'oat16'))": "model.to(getattr(",
     "kind = torch.float16\nmodel = AutoModelForCausalLM.from_pretrained(model_id).to(kind)": ".to(kind)",
+    "class Base:\n    def __init_subclass__(cls):\n        model.half()\nclass C(Base):\n    pass": "class C(Base)",
     "if torch.cuda.is_available():\n    torch.backends.cuda.matmul.allow_tf32 = True": "allow_tf32 = True",
 }
 
