@@ -27,8 +27,15 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    whole = result(run(1, tiny_model, tiny_data, tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one rank reports that trains to the end."""
+    return result(run(1, tiny_model, tiny_data, tmp_path_factory.mktemp("drop-in") / "whole"))
+
+
+def test_a_stopped_script_resumes_on_another_number_of_ranks(
+    whole: dict[str, Any], tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     sharded = result(run(2, tiny_model, tiny_data, tmp_path / "shard", "--finetune", "training.strategy=shard"))
     assert sharded["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert sharded["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
@@ -47,8 +54,7 @@ def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, t
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_two_ranks_share_rows(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    whole = result(run(1, tiny_model, tiny_data, tmp_path / "whole"))
+def test_two_ranks_share_rows(whole: dict[str, Any], tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     shared = result(run(2, tiny_model, tiny_data, tmp_path / "shared", "--shared_by", "2"))
     assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert shared["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_training import worst
 from tests.helpers import ROOT, launch, tiny, warm
-from tests.helpers.runs import Runs, in_this_process
 
 pytestmark = pytest.mark.process
 
@@ -29,27 +27,23 @@ def one_file(ranks: int, cache: Path, *arguments: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+) over \d+ tokens$", done.stdout, re.MULTILINE)]
 
 
-def test_the_example_trains_as_the_engine_does(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_trains_as_the_engine_does(tiny_model: Path, tmp_path: Path) -> None:
     """Steps of 5 packs, fewer in the last one of an epoch: ranks have unequal numbers of rows. Losses to 1e-6, final
     weights to 1e-5."""
     data = tiny.make_rows(tmp_path / "train.jsonl", 72)
-    runs, seen = Runs(tmp_path, monkeypatch), list[Any]()
-    with in_this_process(monkeypatch, tmp_path):
-        runs.watch(lambda trainer, _: seen.append(trainer.plan))
-        engine = runs(
-            tmp_path / "engine",
-            *("--model.model_name_or_path", str(tiny_model), "--model.full_finetuning", "true"),
-            *("--data.packing", "true", "--data.max_length", "128", "--data.pack_length", str(PACK_LENGTH)),
-            *("--training.max_steps", str(STEPS), "--training.learning_rate", str(RATE)),
-            *("--training.global_batch_size", str(BATCH)),
-        )
-    plan = seen[0]
-    assert plan.steps_per_epoch < STEPS and plan.n_rows % BATCH
+    settings = [
+        *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(data)),
+        *("--model.backend", "transformers", "--model.full_finetuning", "true", "--logging.generate_samples", "0"),
+        *("--data.packing", "true", "--data.max_length", "128", "--data.pack_length", str(PACK_LENGTH)),
+        *("--training.max_steps", str(STEPS), "--training.learning_rate", str(RATE)),
+        *("--training.global_batch_size", str(BATCH)),
+    ]
+    engine = launch.train("1 rank", settings, out=tmp_path / "engine", cache=tmp_path)
+    rows = engine["ledger"]["train"]["layout"]["rows"]
+    assert rows < STEPS * BATCH and rows % BATCH
     arguments = [
         *("--model", str(tiny_model), "--data", str(data), "--pack-length", str(PACK_LENGTH), "--steps", str(STEPS)),
-        *("--global-batch-size", str(BATCH), "--learning-rate", str(RATE), "--fingerprint", plan.fingerprint),
+        *("--global-batch-size", str(BATCH), "--learning-rate", str(RATE), "--fingerprint", engine["data_fingerprint"]),
     ]
     trained = load_file(tmp_path / "engine" / "model.safetensors")
     for ranks in (1, 2):

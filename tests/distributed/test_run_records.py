@@ -222,16 +222,6 @@ def test_the_report_needs_no_network_and_shows_names_as_text(
     page.close()
 
 
-def test_a_resumed_run_has_no_step_twice(run: tuple[Path, dict], tiny_model: Path, tiny_data: Path) -> None:
-    out, _ = run
-    words = [*arguments(tiny_model, tiny_data, 12), "--training.resume_from_checkpoint", str(out / "checkpoint-6")]
-    words += ["--training.resume_with_changes", "true"]
-    launch.train("2 ranks", words, out=out, cache=out.parent)
-    events = events_of(out)
-    assert [event.step for event in events.Scalars(tag("loss"))] == list(range(1, 13))
-    assert [event.step for event in events.Scalars(tag("eval_loss"))] == [0, 5, 10, 12]
-
-
 @pytest.mark.campaign
 def test_a_run_that_diverges_ends_with_a_checkpoint(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     words = [*arguments(tiny_model, tiny_data, 200), "--training.stop_on_divergence", "true"]

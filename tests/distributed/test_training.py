@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from finetune.runtime.tags import tag
 from tests.helpers import launch
 
 pytestmark = pytest.mark.process
@@ -142,7 +144,8 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
 
 
 def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is damaged and skipped, with a warning."""
+    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is damaged and skipped, with a warning. The
+    charts have no step twice."""
     how = "2 ranks"
     extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
     arguments = settings(tiny_model, tiny_data, *extra)
@@ -150,6 +153,7 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
     first = launch.train(how, arguments, out=whole, cache=tmp_path)
     again = tmp_path / "again"
     shutil.copytree(whole, again)
+    (again / "runs" / "whole").rename(again / "runs" / "again")  # TensorBoard's name of the run
     (again / "adapter_model.safetensors").unlink()
     (again / "checkpoint-6" / "optimizer.pt").write_bytes(b"torn")
     done = launch.run(
@@ -163,6 +167,9 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
     assert second["resumed_from"].endswith("checkpoint-3")
     assert second["losses"] == first["losses"][3:]
     assert second["tokens"] == first["tokens"]
+    events = EventAccumulator(str(again / "runs" / "again"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars(tag("loss"))] == list(range(1, STEPS + 1))
+    assert [event.step for event in events.Scalars(tag("eval_loss"))] == [0, STEPS]
     assert (whole / "adapter_model.safetensors").read_bytes() == (again / "adapter_model.safetensors").read_bytes()
     sealed = json.loads((again / "checkpoint-6" / "checkpoint.json").read_text())["xxh3_128"]
     assert all(len(sealed[f"rng_state_{rank}.pth"]) == 32 for rank in (0, 1))
