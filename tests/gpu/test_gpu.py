@@ -217,7 +217,8 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
         products[2] = products[2].T  # left^T h
     expected = [h, None if down is None else h @ down.double().T, dg, du, *products]
     *gradients, found = fused_lora.silu_and_multiply_backward(gate, up, dh, *terms)
-    found = [*fused_lora.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
+    h, _, inner = fused_lora.silu_and_multiply(gate, up, *terms[:2], down)
+    found = [h, inner, *gradients, *found]
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one is None) == (other is None)
         if one is not None:

@@ -88,3 +88,9 @@ KINDS = {
         "topk_group": 1,
     },
 }
+
+
+def surviving_share(y: torch.Tensor, without: torch.Tensor, part: torch.Tensor) -> float:
+    """How much of an adapter's exact `part` of an output is in the computed one: 1 if nothing of it is rounded away."""
+    y, without, part = (one.double() for one in (y, without, part))
+    return float(((y - without) * part).sum() / (part * part).sum())

@@ -2,19 +2,23 @@
 
     y_i = x W_i^T + s_i (x A_i^T) B_i^T        for the layers i of one input x: q, k, v; or gate and up
 
-The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i. The matrix products
-themselves add up what makes one output, or one gradient of x. Inside an MLP, whose activations are its widest tensors,
-the kernels of silu(gate) * up add the adapters' parts, and multiply what they compute by the adapters' small factors
-while they have it. An MLP keeps gate and up without the adapters' parts for the backward pass. The frozen W may be in
-16 bits, 32 bits or FP8 (`fp8`), which needs x quantized once for all layers.
+The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i.
+
+Each y_i is rounded once. In 16 bits an adapter's part is often smaller than half of the last place of x W^T: rounded
+before the sum, or added to a rounded product, it would be lost. cuBLAS rounds its product even before it adds a matrix
+to it. So one product has [x, x A^T] and [W, s B], whose accumulator holds both (`frozen`). An FP8 product, whose scales
+do not suit B, stays in float32 until the part is added. Inside an MLP, whose activations are its widest tensors, the
+kernels of silu(gate) * up add the adapters' parts in float32, and multiply what they compute by the adapters' small
+factors while they have it. An MLP keeps gate and up without the adapters' parts for the backward pass.
 
 `install` puts this in place of the forward methods of PEFT's layers and of Unsloth's functions for them. Whatever it
-does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before.
+does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before, and is rounded twice.
 """
 
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.engine.kernels import fp8
+from finetune.engine.kernels import fp8, frozen
 from finetune.engine.kernels.low_rank import LowRankTerm, add_term
 from finetune.runtime.types import Model
 
@@ -61,24 +65,9 @@ class Group:
         rest = iter(copies)
         return a, [next(rest) if rank else None for rank in self.ranks]
 
-    def products(self, x: torch.Tensor, terms: Sequence[LowRankTerm | None] | None = None) -> list[torch.Tensor]:
-        """x (n, k) times each W (n, out_i), and its term added."""
-        form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
-        outputs = []
-        for base, term in zip(self.bases, terms or [None] * len(self.bases), strict=True):
-            if isinstance(base, fp8.Linear) and form is not None:
-                y = base.product(*form, x.dtype)
-                outputs.append(y if term is None else y.addmm_(term.left, term.right, alpha=term.scaling))
-                continue
-            weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
-            if term is None:
-                outputs.append(functional.linear(x, weight, bias))
-                continue
-            # The small product first: the large one adds to it without a pass of its own.
-            begin, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
-            y = torch.addmm(begin, term.left, term.right, beta=beta, alpha=term.scaling)
-            outputs.append(y.addmm_(x, weight.t()))
-        return outputs
+    def products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x (n, k) times each W (n, out_i), without any adapter."""
+        return self.outputs(x, None, None, [None] * len(self.bases))
 
     def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[LowRankTerm | None]:
         """What the adapter of each layer adds to its product; None without one."""
@@ -91,12 +80,38 @@ class Group:
         self, x: torch.Tensor, a: torch.Tensor | None, b: Tensors
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Outputs (n, out_i) of x (n, k), and x times `a` (n, sum of ranks); None without any adapter."""
-        inner = None if a is None else x @ a.t()
-        return self.outputs(x, inner, b), inner
+        if a is None:
+            return self.products(x), None
+        if not self.is_wide:
+            inner = x @ a.t()
+            return self.outputs(x, None, inner, b), inner
+        wide, inner = widened_rows(x, a)
+        return self.outputs(x, wide, inner, b), inner
 
-    def outputs(self, x: torch.Tensor, inner: torch.Tensor | None, b: Tensors) -> list[torch.Tensor]:
-        """Outputs (n, out_i) of x (n, k), given x times `a`."""
-        return self.products(x, self.terms(inner, b))
+    @property
+    def is_wide(self) -> bool:
+        """Whether an adapter's part comes from the product of [x, inner], as of all weights but those in FP8."""
+        return any(rank and not isinstance(base, fp8.Linear) for base, rank in zip(self.bases, self.ranks, strict=True))
+
+    def outputs(
+        self, x: torch.Tensor, wide: torch.Tensor | None, inner: torch.Tensor | None, b: Tensors
+    ) -> list[torch.Tensor]:
+        """Outputs (n, out_i) of x (n, k), given x times `a`; if `is_wide`, both side by side (n, k + sum of ranks)."""
+        form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
+        outputs = []
+        for base, part, term in zip(self.bases, self.parts, self.terms(inner, b), strict=True):
+            if isinstance(base, fp8.Linear) and form is not None:
+                y = base.product(*form, x.dtype if term is None else torch.float32)
+                outputs.append(y if term is None else add_term(y, term, x.dtype))
+                continue
+            bias = None if base.bias is None else base.bias.to(x.dtype)
+            if term is None or wide is None:
+                outputs.append(functional.linear(x, frozen.weight(base, x.dtype), bias))
+                continue
+            both = frozen.widened(base, sum(self.ranks), x.dtype)
+            write_columns(both[:, base.in_features :], part, term)
+            outputs.append(functional.linear(wide, both, bias))
+        return outputs
 
     def backward(
         self,
@@ -120,7 +135,7 @@ class Group:
         if wants_x:
             in_fp8 = any(isinstance(base, fp8.Linear) for base in self.bases)
             if a is not None and stacked_dinner is not None and not in_fp8:
-                dx = stacked_dinner @ a  # first, as in `products`
+                dx = stacked_dinner @ a  # first: the large products add to it without a pass of their own
             for base, given in zip(self.bases, gradients, strict=True):
                 dx = _add_input_gradient(dx, base, given)
             if a is not None and stacked_dinner is not None and in_fp8 and dx is not None:
@@ -144,7 +159,7 @@ def _add_input_gradient(dx: torch.Tensor | None, base: nn.Linear, gradient: torc
     if isinstance(base, fp8.Linear):
         own = base.input_gradient(*fp8.quantize(gradient), gradient.dtype)
         return own if dx is None else dx.add_(own)
-    weight = base.weight.to(gradient.dtype)
+    weight = frozen.weight(base, gradient.dtype)
     return gradient @ weight if dx is None else dx.addmm_(gradient, weight)
 
 
@@ -168,18 +183,23 @@ class _Project(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)). Keeps gate(x) and up(x) without their adapters' part, and computes their product
-    again in the backward pass."""
+    """down(silu(gate(x)) * up(x)). Keeps gate(x) and up(x), without their adapters' part if the kernels add it, and
+    computes their product again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: Group, last: Group, *factors: Any) -> torch.Tensor:
         a, b = first.factors(factors[:4], x.dtype)
         last_a, last_b = last.factors(factors[4:], x.dtype)
-        gate, up = first.products(_rows(x))
-        inner = None if a is None else _rows(x) @ a.t()
-        gate_term, up_term = first.terms(inner, b)
-        h, last_inner = silu_and_multiply(gate, up, gate_term, up_term, last_a)
-        (y,) = last.outputs(h, last_inner, last_b)
+        ctx.whole = not fits_in_kernels(first.ranks, x)
+        if ctx.whole:
+            (gate, up), inner = first.forward(_rows(x), a, b)
+            gate_term = up_term = None
+        else:
+            gate, up = first.products(_rows(x))
+            inner = None if a is None else _rows(x) @ a.t()
+            gate_term, up_term = first.terms(inner, b)
+        h, wide, last_inner = silu_and_multiply(gate, up, gate_term, up_term, last_a, widens=last.is_wide)
+        (y,) = last.outputs(h, wide, last_inner, last_b)
         ctx.groups, ctx.dtype = (first, last), _dtype(factors)
         ctx.save_for_backward(x, gate, up, inner, last_inner, a, last_a, *b, *last_b)
         return _in_shape_of(x, y)
@@ -192,11 +212,12 @@ class _Mlp(torch.autograd.Function):
         dh = _add_input_gradient(None, last.bases[0], dy)
         dinner = None if last_b is None else dy @ _scale(last_b, scaling)
         dh_term = None if dinner is None else LowRankTerm(dinner, last_a)
-        gate_term, up_term = first.terms(inner, b)
+        gate_term, up_term = (None, None) if ctx.whole else first.terms(inner, b)
         dgate, dup, (*db, last_da) = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
+        db = None if ctx.whole else db
         last_db = None if dinner is None else _scale(dy.t() @ last_inner, scaling)
         del dh
-        dx, da, _ = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0], db=db)
+        dx, da, db = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0], db=db)
         grads = _gradients([*da, last_da], [*db, last_db], ctx.dtype)
         return None if dx is None else dx.view_as(x), None, None, *grads
 
@@ -227,21 +248,60 @@ def _gradients(a: Tensors, b: Tensors, dtype: torch.dtype | None) -> list[torch.
     return [one if one is None or one.dtype == dtype else next(rest) for one in given]
 
 
+def fits_in_kernels(ranks: Sequence[int], x: torch.Tensor) -> bool:
+    """Whether the kernels of silu(gate) * up can add adapters of these ranks."""
+    if not x.is_cuda:
+        return True
+    from finetune.engine.kernels import triton_kernels
+
+    return max(ranks) <= triton_kernels.largest_rank(x)
+
+
+def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[x, inner] (n, k + rank) and inner = x a^T (n, rank) for x (n, k) and a (rank, k). In one kernel on a GPU."""
+    if x.is_cuda:
+        from finetune.engine.kernels import triton_kernels
+
+        return triton_kernels.widened_rows(x, a)
+    wide = frozen.wide(x.shape[0], x.shape[1] + a.shape[0], x, x.dtype)
+    inner = x @ a.t()
+    wide[:, : x.shape[1]], wide[:, x.shape[1] :] = x, inner
+    return wide, inner
+
+
+def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:
+    """Write a layer's columns of s B^T beside its weight: (out, sum of ranks), zeros outside its own part."""
+    if columns.is_cuda:
+        from finetune.engine.kernels import triton_kernels
+
+        return triton_kernels.write_columns(columns, part, term)
+    columns.zero_()
+    columns[:, part] = _scale(term.right.t(), term.scaling)
+
+
 def silu_and_multiply(
     gate: torch.Tensor,
     up: torch.Tensor,
     gate_term: LowRankTerm | None = None,
     up_term: LowRankTerm | None = None,
     down: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h = silu(gate) * up (n, m), with a term added to each before; and h times `down` (rank, m), None without it. In
-    one kernel on a GPU."""
+    *,
+    widens: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """h = silu(gate) * up (n, m), with a term added to each before in float32; [h, inner] (n, m + rank) if it `widens`;
+    and inner = h times `down` (rank, m), None without it. In one kernel on a GPU."""
     if gate.is_cuda:
         from finetune.engine.kernels import triton_kernels
 
-        return triton_kernels.silu_and_multiply(gate, up, gate_term, up_term, down)
-    h = functional.silu(add_term(gate, gate_term)) * add_term(up, up_term)
-    return h, None if down is None else h @ down.t()
+        return triton_kernels.silu_and_multiply(gate, up, gate_term, up_term, down, widens=widens)
+    precise = torch.promote_types(gate.dtype, torch.float32)
+    h = functional.silu(add_term(gate, gate_term, precise)).to(gate.dtype) * add_term(up, up_term, precise)
+    h = h.to(gate.dtype)
+    if down is None:
+        return h, None, None
+    if not widens:
+        return h, None, h @ down.t()
+    return h, *widened_rows(h, down)
 
 
 def silu_and_multiply_backward(
@@ -259,10 +319,14 @@ def silu_and_multiply_backward(
         from finetune.engine.kernels import triton_kernels
 
         return triton_kernels.silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
-    gate, up, dh = add_term(gate, gate_term), add_term(up, up_term), add_term(dh, dh_term)
+    dtype, precise = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
+    gate, up, dh = (
+        add_term(*pair, precise) for pair in zip((gate, up, dh), (gate_term, up_term, dh_term), strict=True)
+    )
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    h, dgate, dup = silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
+    h, dgate, dup = silu.to(dtype) * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
+    h, dgate, dup = h.to(dtype), dgate.to(dtype), dup.to(dtype)
     products = [
         None if gate_term is None else _scale(dgate.t() @ gate_term.left, gate_term.scaling),
         None if up_term is None else _scale(dup.t() @ up_term.left, up_term.scaling),
@@ -323,7 +387,9 @@ def _group(layers: Sequence[Any]) -> tuple[Group, list[torch.Tensor | None]]:
 def is_supported(layer: Any) -> bool:
     """Whether `project` computes what this layer would: a frozen one, plain or with one adapter of plain LoRA."""
     base = getattr(layer, "base_layer", layer)
-    if type(base) not in (nn.Linear, fp8.Linear) or any(one.requires_grad for one in base.parameters()):
+    if type(base) not in (nn.Linear, fp8.Linear) and not frozen.bits(base):
+        return False
+    if any(one.requires_grad for one in base.parameters()):
         return False
     if base is layer:
         return True
@@ -343,31 +409,47 @@ def active_adapter(layer: Any) -> str | None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-def install(model: Model) -> int:
+def install(model: Model, *, roomy: bool = True) -> int:
     """Compute the model's LoRA layers as this module does, and its MLPs and projections of one input together. Returns
-    the number of layers that it changed."""
-    from peft.tuners.lora import Linear
+    the number of layers that it changed.
 
-    layers = [one for one in model.modules() if isinstance(one, Linear) and is_supported(one)]
+    Args:
+        roomy: whether the frozen weights may be stored with room for the adapters' columns, as `frozen.make_room` does.
+            FSDP2 shards no such weights.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer) and is_supported(one)]
     for layer in layers:
-        layer.forward = types.MethodType(_lora_forward, layer)  # type: ignore[method-assign]
+        layer.forward = types.MethodType(_lora_forward, layer)
     changed = set(map(id, layers))
+    columns = {id(layer): sum(_group([layer])[0].ranks) for layer in layers}
     for module in model.modules():
-        _fuse_module(module, lambda child: id(child) in changed or isinstance(child, fp8.Linear))
+        for together in _fuse_module(module, lambda child: id(child) in changed or isinstance(child, fp8.Linear)):
+            columns |= dict.fromkeys(map(id, together), sum(_group(together)[0].ranks))
+    if roomy:
+        uses = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+        for layer in layers:
+            base: Any = layer.base_layer
+            if type(base) is nn.Linear and uses[id(base.weight)] == 1:  # an embedding's may be the head's too
+                frozen.make_room(base, columns[id(layer)])
     return len(layers)
 
 
-def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> None:
-    """Set what Unsloth's or transformers' attention and MLP modules call."""
+def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> list[list[Any]]:
+    """Set what Unsloth's or transformers' attention and MLP modules call. Returns the layers whose products have the
+    columns of all their adapters."""
     mine = {name for name, child in module.named_children() if ours(child)}
     own = vars(module)
     if {"gate_proj", "up_proj", "down_proj"} <= mine and is_silu(getattr(module, "act_fn", None)):
         if "_unsloth_forward" not in own:  # a tiled MLP stays tiled
             module.forward = types.MethodType(_mlp, module)
-    if "apply_qkv" in own and {"q_proj", "k_proj", "v_proj"} <= mine:
-        module.apply_qkv = _query_key_value
     if "apply_o" in own and "o_proj" in mine:
         module.apply_o = _attention_output
+    if "apply_qkv" in own and {"q_proj", "k_proj", "v_proj"} <= mine:
+        module.apply_qkv = _query_key_value
+        return [[module.q_proj, module.k_proj, module.v_proj]]
+    return []
 
 
 def is_silu(function: object) -> bool:

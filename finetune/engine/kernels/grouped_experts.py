@@ -88,13 +88,14 @@ class Routing:
         """left^T right of each expert's pairs: (experts, k, n) of (pairs, k) and (pairs, n)."""
         return functional.grouped_mm(left.t(), right, offs=self.ends)
 
-    def sum(self, pairs: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The sum of each token's pairs (pairs, n), added in float32: (tokens, n)."""
+    def sum(self, pairs: torch.Tensor, tokens: int, more: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of each token's pairs (pairs, n), and of `more` (tokens, n), added in float32: (tokens, n)."""
         if pairs.is_cuda:
             from finetune.engine.kernels import triton_experts
 
-            return triton_experts.sum_of_pairs(pairs, self.place, tokens)
-        return pairs[self.place].view(tokens, -1, pairs.shape[1]).sum(1, dtype=torch.float32).to(pairs.dtype)
+            return triton_experts.sum_of_pairs(pairs, self.place, tokens, more)
+        total = pairs[self.place].view(tokens, -1, pairs.shape[1]).sum(1, dtype=torch.float32)
+        return (total if more is None else total + more).to(pairs.dtype)
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,10 @@ class _Experts(torch.autograd.Function):
         del pairs
         sorted_weights = weights.reshape(-1).index_select(0, routing.order).float()
         h, last_inner = gated(gate_up, sorted_weights, routing, inner, b, scaling, last_a)
-        y = routing.sum(routing.product(h, last.transpose(1, 2)), len(x))
+        part = None
         if last_inner is not None:
-            y.addmm_(routing.spread(last_inner, len(x)), last_b.flatten(0, 1), alpha=last_scaling)
+            part = (routing.spread(last_inner, len(x)) * last_scaling) @ last_b.flatten(0, 1)
+        y = routing.sum(routing.product(h, last.transpose(1, 2)), len(x), part)
         ctx.experts, ctx.routing, ctx.weights = experts, routing, weights.dtype
         ctx.save_for_backward(x, gate_up, sorted_weights, inner, last_inner, *factors)
         return y
@@ -192,7 +194,7 @@ def gated(
 
         return triton_experts.gated(gate_up, weights, routing.ends, inner, b, scaling, last_a)
     gate, up = _with_adapter(gate_up, routing, inner, b, scaling).chunk(2, dim=1)
-    h = functional.silu(gate) * up * weights[:, None].to(gate.dtype)
+    h = (functional.silu(gate) * up * weights[:, None]).to(gate_up.dtype)
     return h, None if last_a is None else routing.product(h, last_a.transpose(1, 2))
 
 
@@ -218,18 +220,19 @@ def gated_backward(
         dh = dh + routing.product(dlast_inner, last_a)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    weight = weights[:, None].to(gate.dtype)
+    weight = weights[:, None]
     dweights = (dh * silu * up).sum(1, dtype=torch.float32)
     dh = dh * weight
-    dgate_up = torch.cat([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu], dim=1)
+    dgate_up = torch.cat([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu], dim=1).to(gate_up.dtype)
     dinner = None if b is None else routing.product(dgate_up, b.transpose(1, 2)) * scaling
-    return dgate_up, dinner, dweights, silu * up * weight
+    return dgate_up, dinner, dweights, (silu * up * weight).to(gate_up.dtype)
 
 
 def _with_adapter(
     gate_up: torch.Tensor, routing: Routing, inner: torch.Tensor | None, b: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    return gate_up if inner is None or b is None else gate_up + routing.product(inner, b) * scaling
+    """In float32, in which the sum is not rounded."""
+    return gate_up.float() if inner is None or b is None else gate_up.float() + routing.product(inner, b) * scaling
 
 
 # --- PEFT's layers ----------------------------------------------------------------------------------------------------

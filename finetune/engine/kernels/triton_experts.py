@@ -153,7 +153,7 @@ def _gated_backward(
 
 
 @triton.jit
-def _sum(pairs, place, y, columns, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
+def _sum(pairs, place, more, y, columns, MORE: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -161,17 +161,20 @@ def _sum(pairs, place, y, columns, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):
     for k in tl.static_range(CHOSEN):
         own = tl.load(place + token * CHOSEN + k)
         total += tl.load(pairs + own * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if MORE:
+        total += tl.load(more + token * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + token * columns + column, total, mask=inside)
 
 
-def sum_of_pairs(pairs: torch.Tensor, place: torch.Tensor, tokens: int) -> torch.Tensor:
+def sum_of_pairs(pairs: torch.Tensor, place: torch.Tensor, tokens: int, more: torch.Tensor | None) -> torch.Tensor:
     """`Routing.sum` for contiguous pairs."""
     columns = pairs.shape[1]
     y = torch.empty(tokens, columns, dtype=pairs.dtype, device=pairs.device)
     width = min(triton.next_power_of_2(columns), 2048)
     with torch.cuda.device(pairs.device):
         grid = tokens, triton.cdiv(columns, width)
-        _sum[grid](pairs, place, y, columns, CHOSEN=len(place) // max(tokens, 1), COLUMNS=width, num_warps=8)
+        given = {"MORE": more is not None, "CHOSEN": len(place) // max(tokens, 1), "COLUMNS": width}
+        _sum[grid](pairs, place, _or(more, y), y, columns, **given, num_warps=8)
     return y
 
 

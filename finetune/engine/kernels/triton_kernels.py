@@ -1,4 +1,5 @@
-"""Triton kernels of `fp8` and `fused_lora`: compiled once per width of a model's layers, never per number of tokens."""
+"""Triton kernels of `fp8`, `frozen` and `fused_lora`: compiled once per width of a model's layers, never per number of
+tokens."""
 
 # A branch on a `tl.constexpr` binds names for a later branch on the same one.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -11,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.engine.kernels import frozen
+from finetune.engine.kernels.low_rank import LowRankTerm
 from finetune.runtime.types import JsonObject
 
 # Programs that share the columns of one tile's rows, or the rows of its columns.
 PARTS = 8
-LARGEST_RANK = 64  # of an adapter that these kernels compute
+LARGEST_RANK = 64
 
 
 @triton.jit
@@ -59,6 +61,144 @@ def right_part(right, right_rank, right_column, column, columns, RANK: tl.conste
     return tl.load(right + k[:, None] * right_rank + column[None, :] * right_column, mask=inside, other=0.0)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _widen(
+    x, x_row, a, wide, wide_row, product, rows, columns,
+    RANK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Each program handles a block of rows and loops over the columns."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    for at in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        column = at + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        given = tl.load(x + row[:, None] * x_row + column[None, :], mask=inside, other=0.0)
+        tl.store(wide + row[:, None] * wide_row + column[None, :], given, mask=inside)
+        right = right_part(a, columns, 1, column, columns, RANK, PADDED)
+        total += tl.dot(given, tl.trans(right), input_precision=PRECISION)
+    k = tl.arange(0, PADDED)
+    inside = (row < rows)[:, None] & (k < RANK)[None, :]
+    tl.store(product + row[:, None] * RANK + k[None, :], total, mask=inside)
+    tl.store(wide + row[:, None] * wide_row + columns + k[None, :], total, mask=inside)
+
+
+def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_lora.widened_rows` on a GPU."""
+    (rows, columns), rank = x.shape, a.shape[0]
+    wide = frozen.wide(rows, columns + rank, x, x.dtype)
+    if rank > 2 * largest_rank(x):
+        inner = x @ a.t()
+        wide[:, :columns], wide[:, columns:] = x, inner
+        return wide, inner
+    x, a, inner = x if x.stride(1) == 1 else x.contiguous(), a.contiguous(), x.new_empty(rows, rank)
+    exact, padded = x.dtype == torch.float32, max(16, triton.next_power_of_2(rank))
+    tile = EXACT if exact else {"ROWS": 32, "COLUMNS": 128 if padded <= 64 else 64, "STAGES": 3, "num_warps": 4}
+    constants = tile | {"PADDED": padded, "PRECISION": "ieee" if exact else "tf32"}
+    with torch.cuda.device(x.device):
+        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        _widen[grid](x, x.stride(0), a, wide, wide.stride(0), inner, rows, columns, RANK=rank, **constants)
+    return wide, inner
+
+
+@triton.jit
+def _write_columns(
+    columns, row_stride, right, right_rank, right_column, scaling, rows, begin,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, PADDED)
+    own = k - begin
+    inside = (row < rows)[:, None] & (own >= 0)[None, :] & (own < RANK)[None, :]
+    value = tl.load(right + own[None, :] * right_rank + row[:, None] * right_column, mask=inside, other=0.0)
+    at = row.to(tl.int64)[:, None] * row_stride + k[None, :]
+    tl.store(columns + at, value.to(tl.float32) * scaling, mask=(row < rows)[:, None] & (k < WIDTH)[None, :])
+
+
+def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:
+    """`fused_lora.write_columns` on a GPU."""
+    (rows, width), rank, block = columns.shape, term.right.shape[0], 32
+    with torch.cuda.device(columns.device):
+        _write_columns[(triton.cdiv(rows, block),)](
+            columns, columns.stride(0), term.right, *term.right.stride(), float(term.scaling), rows, part.start,
+            RANK=rank, WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=block,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_term(
+    y, left, left_row, right, right_rank, right_column, scaling, total, rows, columns,
+    RANK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in tl.static_range(0, RANK, PADDED):
+        own = begin + tl.arange(0, PADDED)
+        of_left = (row < rows)[:, None] & (own < RANK)[None, :]
+        of_right = (own < RANK)[:, None] & (column < columns)[None, :]
+        one = tl.load(left + row[:, None] * left_row + own[None, :], mask=of_left, other=0.0)
+        other = tl.load(right + own[:, None] * right_rank + column[None, :] * right_column, mask=of_right, other=0.0)
+        part += tl.dot(one, other, input_precision=PRECISION)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    given = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, given + scaling * part, mask=inside)
+
+
+def add_term(y: torch.Tensor, term: LowRankTerm, dtype: torch.dtype) -> torch.Tensor:
+    """`low_rank.add_term` on a GPU."""
+    if not largest_rank(y):
+        return torch.addmm(y.float(), term.left.float(), term.right.float(), alpha=term.scaling).to(dtype)
+    (rows, columns), rank = y.shape, term.left.shape[1]
+    y, total = y.contiguous(), y.new_empty(rows, columns, dtype=dtype)
+    left = term.left if term.left.stride(1) == 1 else term.left.contiguous()
+    exact, padded = term.left.dtype == torch.float32, min(64, max(16, triton.next_power_of_2(rank)))
+    tile = {"ROWS": 16, "COLUMNS": 32} if exact else {"ROWS": 64, "COLUMNS": 64}
+    grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(columns, tile["COLUMNS"])
+    with torch.cuda.device(y.device):
+        _add_term[grid](
+            y, left, left.stride(0), term.right, *term.right.stride(), float(term.scaling), total, rows, columns,
+            RANK=rank, PADDED=padded, PRECISION="ieee" if exact else "tf32", **tile, num_warps=4,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _dequantize(
+    packed, code, scales, blocks_code, blocks_scales, offset, out, out_row, columns, count,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NESTED: tl.constexpr, SIZE: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    both = tl.load(packed + at // 2, mask=inside, other=0)
+    value = tl.load(code + tl.where(at % 2 == 0, both >> 4, both & 15))
+    block = at // BLOCK
+    scale = tl.load(scales + block, mask=inside, other=0)
+    if NESTED:
+        scale = tl.load(blocks_code + scale) * tl.load(blocks_scales + block // BLOCKS, mask=inside, other=0.0)
+        scale += tl.load(offset)
+    tl.store(out + at // columns * out_row + at % columns, value * scale, mask=inside)
+
+
+def dequantize(packed: torch.Tensor, state: Any, out: torch.Tensor) -> torch.Tensor:
+    """Write an NF4 weight into `out` (out, k), whose rows may be apart: bit for bit what bitsandbytes computes.
+
+    Args:
+        state: bitsandbytes' QuantState.
+    """
+    nested, size = state.nested, 2048
+    of_blocks = (state.state2.code, state.state2.absmax, state.offset) if nested else (state.code,) * 3
+    with torch.cuda.device(packed.device):
+        _dequantize[(triton.cdiv(out.numel(), size),)](
+            packed, state.code, state.absmax, *of_blocks, out, out.stride(0), out.shape[1], out.numel(),
+            BLOCK=state.blocksize, BLOCKS=state.state2.blocksize if nested else 1, NESTED=nested, SIZE=size,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
 @triton.jit
 def _part(length, STEP: tl.constexpr, part, parts):  # noqa: N803
     """Begin and end of one of `parts` parts of `length`, in whole steps."""
@@ -70,7 +210,7 @@ def _part(length, STEP: tl.constexpr, part, parts):  # noqa: N803
 def _silu_forward(
     gate, gate_left, gate_right, gate_scaling, gate_left_row, gate_right_rank, gate_right_column,
     up, up_left, up_right, up_scaling, up_left_row, up_right_rank, up_right_column,
-    h, down, down_rank_stride, down_column, products, rows, columns,
+    h, h_row, down, down_rank_stride, down_column, products, rows, columns,
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -98,7 +238,7 @@ def _silu_forward(
         # Rounded before the product, as transformers does.
         kind = h.dtype.element_ty
         both = ((g * tl.sigmoid(g)).to(kind).to(tl.float32) * u).to(kind)
-        tl.store(h + offsets, both, mask=inside)
+        tl.store(h + row[:, None] * h_row + column[None, :], both, mask=inside)
         if DOWN_RANK > 0:
             right = right_part(down, down_rank_stride, down_column, column, columns, DOWN_RANK, PADDED)
             product += tl.dot(both, tl.trans(right), input_precision=PRECISION)
@@ -189,22 +329,29 @@ def silu_and_multiply(
     gate_term: LowRankTerm | None,
     up_term: LowRankTerm | None,
     down: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    *,
+    widens: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`fused_lora.silu_and_multiply` for contiguous gate and up."""
-    largest = _largest_rank(gate)
-    h = torch.empty_like(gate)
+    largest = largest_rank(gate)
     rows, columns = gate.shape
-    rank = 0 if down is None or down.shape[0] > largest else down.shape[0]
+    own = 0 if down is None else down.shape[0]
+    rank = own if own <= largest else 0
+    wide = frozen.wide(rows, columns + own, gate, gate.dtype) if widens else None
+    h = torch.empty_like(gate) if wide is None else wide[:, :columns]
     inputs, ranks = _kernel_inputs(largest, (gate, gate_term), (up, up_term))
     products = torch.empty(PARTS, rows, rank, dtype=torch.float32, device=gate.device) if rank else h
     of_down = (h, 0, 0) if down is None else (down, *down.stride())
     with torch.cuda.device(gate.device):
         constants = _constants(gate, *ranks, rank, backward=False)
         grid = PARTS, triton.cdiv(rows, constants["ROWS"])
-        _silu_forward[grid](*inputs, h, *of_down, products, rows, columns, *ranks, rank, **constants)
+        _silu_forward[grid](*inputs, h, h.stride(0), *of_down, products, rows, columns, *ranks, rank, **constants)
     if down is None:
-        return h, None
-    return h, products.sum(0).to(h.dtype) if rank else h @ down.t()
+        return h, None, None
+    inner = products.sum(0).to(h.dtype) if rank else h @ down.t()
+    if wide is not None:
+        wide[:, columns:] = inner
+    return h, wide, inner
 
 
 def silu_and_multiply_backward(
@@ -218,7 +365,7 @@ def silu_and_multiply_backward(
     """`fused_lora.silu_and_multiply_backward` for contiguous gate, up and dh."""
     terms = (gate_term, up_term, dh_term)
     rows, columns = gate.shape
-    inputs, ranks = _kernel_inputs(_largest_rank(gate), *zip((gate, up, dh), terms, strict=True))
+    inputs, ranks = _kernel_inputs(largest_rank(gate), *zip((gate, up, dh), terms, strict=True))
     keeps_h = dh_term is not None and not ranks[2]
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     h = torch.empty_like(gate) if keeps_h else dgate
@@ -240,8 +387,8 @@ def silu_and_multiply_backward(
     return dgate, dup, products
 
 
-def _largest_rank(y: torch.Tensor) -> int:
-    """Before Ampere, tl.dot has no bfloat16."""
+def largest_rank(y: torch.Tensor) -> int:
+    """Of an adapter that the kernels for silu(gate) * up compute. Before Ampere, tl.dot has no bfloat16."""
     return LARGEST_RANK if torch.cuda.get_device_capability(y.device) >= (8, 0) else 0
 
 
@@ -252,7 +399,7 @@ def _kernel_inputs(largest: int, *given: tuple[torch.Tensor, LowRankTerm | None]
     ranks: list[int] = []
     for y, term in given:
         if term is not None and term.left.shape[1] > largest:
-            y, term = add_term(y, term), None
+            y, term = add_term(y, term, y.dtype), None
         if term is None:
             inputs += [y, y, y, 0.0, 0, 0, 0]
             ranks.append(0)

@@ -62,7 +62,8 @@ def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
     products = [0.5 * dg.T @ terms[0].left, 2.0 * du.T @ terms[1].left, -terms[2].left.T @ h]
     kept = gate.clone()
     *gradients, found = fused_lora.silu_and_multiply_backward(gate, up, dh, *terms)
-    found = [*fused_lora.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
+    h_found, _, inner = fused_lora.silu_and_multiply(gate, up, *terms[:2], down)
+    found = [h_found, inner, *gradients, *found]
     for one, other in zip(found, [h, h @ down.T, dg, du, *products], strict=True):
         torch.testing.assert_close(one, other)
     assert torch.equal(gate, kept)  # it is computed with again
@@ -170,9 +171,9 @@ def test_adapters_in_float32_are_cast_by_one_kernel_each_way(adapters: tuple[int
         found = fused_lora._Project.apply(x, group, *factors)
         torch.autograd.backward(found, given)
     assert kernels.counted["_foreach_copy_"] == 2
-    assert not {"_to_copy", "copy_"} & set(kernels.counted)
+    assert "_to_copy" not in kernels.counted
     assert kernels.counted["cat"] == 1  # of the gradients of x A^T
-    assert kernels.counted["mul"] == (0 if scaling == 1.0 else 2 * sum(map(bool, adapters)))
+    assert kernels.counted["mul"] == (0 if scaling == 1.0 else 3 * sum(map(bool, adapters)))
 
     inputs = [one for one in (x, *factors) if one is not None]
     got = [one.grad for one in inputs]
