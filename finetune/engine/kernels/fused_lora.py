@@ -270,12 +270,9 @@ def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:
-    """Write a layer's columns of s B^T beside its weight: (out, sum of ranks), zeros outside its own part."""
-    if columns.is_cuda:
-        from finetune.engine.kernels import triton_kernels
-
-        return triton_kernels.write_columns(columns, part, term)
-    columns.zero_()
+    """Write a layer's columns of s B beside its weight: (out, sum of ranks), zeros outside its own part."""
+    if part.stop - part.start < columns.shape[1]:
+        columns.zero_()
     columns[:, part] = _scale(term.right.t(), term.scaling)
 
 

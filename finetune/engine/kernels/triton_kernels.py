@@ -93,36 +93,12 @@ def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.
         return wide, inner
     x, a, inner = x if x.stride(1) == 1 else x.contiguous(), a.contiguous(), x.new_empty(rows, rank)
     exact, padded = x.dtype == torch.float32, max(16, triton.next_power_of_2(rank))
-    tile = EXACT if exact else {"ROWS": 32, "COLUMNS": 128 if padded <= 64 else 64, "STAGES": 3, "num_warps": 4}
+    tile = EXACT if exact else {"ROWS": 64, "COLUMNS": 64, "STAGES": 4 if padded <= 64 else 3, "num_warps": 4}
     constants = tile | {"PADDED": padded, "PRECISION": "ieee" if exact else "tf32"}
     with torch.cuda.device(x.device):
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         _widen[grid](x, x.stride(0), a, wide, wide.stride(0), inner, rows, columns, RANK=rank, **constants)
     return wide, inner
-
-
-@triton.jit
-def _write_columns(
-    columns, row_stride, right, right_rank, right_column, scaling, rows, begin,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, PADDED)
-    own = k - begin
-    inside = (row < rows)[:, None] & (own >= 0)[None, :] & (own < RANK)[None, :]
-    value = tl.load(right + own[None, :] * right_rank + row[:, None] * right_column, mask=inside, other=0.0)
-    at = row.to(tl.int64)[:, None] * row_stride + k[None, :]
-    tl.store(columns + at, value.to(tl.float32) * scaling, mask=(row < rows)[:, None] & (k < WIDTH)[None, :])
-
-
-def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:
-    """`fused_lora.write_columns` on a GPU."""
-    (rows, width), rank, block = columns.shape, term.right.shape[0], 32
-    with torch.cuda.device(columns.device):
-        _write_columns[(triton.cdiv(rows, block),)](
-            columns, columns.stride(0), term.right, *term.right.stride(), float(term.scaling), rows, part.start,
-            RANK=rank, WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=block,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
