@@ -139,7 +139,7 @@ class Group:
             for base, given in zip(self.bases, gradients, strict=True):
                 dx = _add_input_gradient(dx, base, given)
             if a is not None and stacked_dinner is not None and in_fp8 and dx is not None:
-                dx.addmm_(stacked_dinner, a)
+                dx = add_term(dx, LowRankTerm(stacked_dinner, a), dx.dtype)
         if db is None:
             db = [
                 None if own_b is None or inner is None else _scale(given.t() @ inner[:, part], scaling)

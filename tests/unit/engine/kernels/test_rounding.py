@@ -18,7 +18,8 @@ from tests.helpers.kernels import ATTENTION, BOTH, model_of, surviving_share, wi
 TOKENS, WIDTH, RANK = 2048, 256, 8
 # Part of the output, and how far the share may be from 1: three standard errors of what rounding leaves to chance.
 PARTS = [(1e-3, 0.02), (3e-4, 0.06)]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Triton and bitsandbytes start processes to find CUDA.
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.process])]
 
 
 def base_layer(kind: str, device: str, out: int = WIDTH, inputs: int = WIDTH) -> Any:
