@@ -53,6 +53,8 @@ class Cell:
     ranks: int = 1
     order: str = ""  # sorted or grouped: see `orders`
     master_weights: str = "auto"
+    dtype: str = "auto"  # float32: nothing is rounded, the limit of what can be learned
+    rate: float | None = None  # instead of the model's
 
     @property
     def reference(self) -> str:
@@ -61,7 +63,8 @@ class Cell:
         if self.context:
             return self.name.removesuffix(" context")
         mode = "lora" if self.mode in ("fp8", "int8") else self.mode
-        return " ".join(filter(None, ["trl", "" if self.model == "smollm2" else self.model, mode, "padded"]))
+        words = ["trl", "" if self.model == "smollm2" else self.model, mode, "padded"]
+        return " ".join(filter(None, [*words, f"at {self.name.split()[-1]}" if self.rate else ""]))
 
 
 def _cell(name: str) -> Cell:
@@ -81,6 +84,8 @@ def _cell(name: str) -> Cell:
         context="context" in words,
         ranks=2 if {"sharded", "context"} & set(words) else 1,
         master_weights="stochastic" if "stochastic" in words else "auto",
+        dtype="float32" if "limit" in words else "auto",
+        rate=float(words[-1]) if "at" in words else None,
     )
 
 
@@ -95,6 +100,10 @@ CELLS = {
         *("lora long", "lora long context", "full long", "full long context"),
         *("qwen lora long", "qwen lora long context"),
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
+        *("lora packed at 2e-4", "limit lora packed at 2e-4", "trl lora padded at 2e-4"),
+        *("lora packed at 1e-3", "limit lora packed at 1e-3", "trl lora padded at 1e-3"),
+        *("qlora packed at 2e-4", "trl qlora padded at 2e-4", "fp8 packed at 2e-4"),
+        *("qwen limit lora packed", "qwen qlora packed", "trl qwen qlora padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
     )
 }
@@ -122,6 +131,7 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": {
             "model_name_or_path": request["model"],
+            "dtype": cell.dtype,
             "full_finetuning": cell.mode == "full",
             "load_in_4bit": cell.mode == "qlora",
             "load_in_8bit": cell.mode == "int8",

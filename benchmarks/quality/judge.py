@@ -1,4 +1,5 @@
 """The judge: held-out loss and exact match of a trained model, with plain transformers, no packing, the same for all.
+On a GPU the loss is of the model in float32 (what was learned) and, as `served_loss`, in bfloat16 (what PEFT serves).
 
 `python -m benchmarks.quality.judge REQUEST.json RESULT.json`, started by `benchmarks.quality`. The loss is the mean
 over the supervised tokens of `rows.encode`, whatever the stack supervised in training; TRL's own `eval_loss` of chat
@@ -24,20 +25,36 @@ NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 def main() -> int:
     """Load, judge, write."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoTokenizer
 
     request = json.loads(Path(sys.argv[1]).read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(request["base"])
+    tokenizer.padding_side = "left"  # for generation; the loss pads on the right
+    trained = Path(request["trained"] or request["base"])
+    held_out = rows.read(request["rows"])
+    with torch.no_grad():
+        result = loss(_load(request, trained, device, torch.float32), tokenizer, held_out, request["as_text"])
+        if device == "cuda" or request["exact"]:
+            model = _load(request, trained, device, torch.bfloat16 if device == "cuda" else torch.float32)
+            result["served_loss"] = loss(model, tokenizer, held_out, request["as_text"])["loss"]
+        result |= {"exact": None, "asked": request["exact"]}
+        if request["exact"]:
+            result["exact"] = exact(model, tokenizer, held_out[: request["exact"]])  # pyright: ignore[reportPossiblyUnboundVariable]
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    return 0
+
+
+def _load(request: dict[str, Any], trained: Path, device: str, dtype: Any) -> Any:
+    """The trained model, with its sums in `dtype`."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
     quantized = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=dtype,
     )
-    tokenizer = AutoTokenizer.from_pretrained(request["base"])
-    tokenizer.padding_side = "left"  # for generation; the loss pads on the right
-    trained = Path(request["trained"] or request["base"])
     adapter = (trained / "adapter_config.json").is_file()
     model: Any = AutoModelForCausalLM.from_pretrained(
         request["base"] if adapter else trained,
@@ -49,15 +66,7 @@ def main() -> int:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(trained))
-    model.eval()
-    held_out = rows.read(request["rows"])
-    with torch.no_grad():
-        result = loss(model, tokenizer, held_out, request["as_text"])
-        result |= {"exact": None, "asked": request["exact"]}
-        if request["exact"]:
-            result["exact"] = exact(model, tokenizer, held_out[: request["exact"]])
-    Path(sys.argv[2]).write_text(json.dumps(result))
-    return 0
+    return model.eval()
 
 
 def loss(model: Any, tokenizer: Any, held_out: list[dict[str, str]], as_text: bool) -> dict[str, float]:
