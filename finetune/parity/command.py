@@ -125,7 +125,8 @@ def run(argv: list[str]) -> int:
     if options.json:
         from finetune.runtime.files import write_json
 
-        stack = {name: runs[first][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
+        names = ("backend", "dtype", "versions", "hardware", "patches", "adapter_part_kept")
+        stack = {name: runs[first][name] for name in names}
         verdict = {"proven": proven, "reference": first.world_size, "reference_strategy": first.strategy}
         verdict |= {"steps": options.steps, "found": [vars(one) for one in found]}
         write_json(options.json, verdict | stack)
@@ -367,6 +368,8 @@ def print_comparison(reference: JsonObject, found: list[Comparison]) -> None:
         ranks = str(one.world_size) if one.strategy == "ddp" else f"{one.world_size} {one.strategy}"
         table.add_row(ranks, *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
     console().print(table)
+    if (kept := reference.get("adapter_part_kept")) is not None:
+        print_line(f"{kept:.0%} of an adapter's first update is left of its layers' outputs after rounding.")
     for one in found:
         for failure in one.failures:
             print_line(f"{counted(one.world_size, 'rank')}, {one.strategy}: {failure}", style="red")

@@ -44,9 +44,12 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
         UserError: a start check failed.
     """
     from finetune.engine import invariants
+    from finetune.engine.model import trial
+    from finetune.engine.model.load_arguments import resolve_dtype
     from finetune.engine.sharding import shard
 
     sharding = None
+    dtype = resolve_dtype(job.config, job.stack)
     checks = invariants.check(trainer)
     if trainer.sharded:
         sharding = shard.sharding_record(trainer.model, job.config.training.optim, trainer.weights)
@@ -57,6 +60,7 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
         invariants=checks,
         sharding=sharding,
         loss_normalized_by=invariants.loss_normalizer(trainer),
+        adapter_part_kept=trial.surviving_part(trainer.model, trainer.args.learning_rate, dtype),
     )
 
 
