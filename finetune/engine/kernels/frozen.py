@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ALIGNMENT = 64  # elements of a row: kernels of cuBLAS that load by TMA want rows that begin at 128 bytes
-
-
-def pitch(columns: int) -> int:
-    """The elements from one row to the next of a matrix of so many columns."""
-    return -(-columns // ALIGNMENT) * ALIGNMENT
-
-
-def wide(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized matrix (rows, columns) with aligned rows."""
-    return torch.empty(rows, pitch(columns), dtype=dtype, device=like.device)[:, :columns]
+from finetune.engine.kernels.low_rank import aligned
 
 
 def bits(layer: nn.Module) -> int:
@@ -46,12 +36,12 @@ def widened(layer: Any, extra: int, dtype: torch.dtype) -> torch.Tensor:
     """(out, k + extra) in `dtype`: the weight, and `extra` columns for the caller to write."""
     own, columns = layer.weight, layer.in_features + extra
     if bits(layer):
-        found = wide(layer.out_features, columns, own, dtype)
+        found = aligned(layer.out_features, columns, own, dtype)
         _dequantize(layer, found[:, : layer.in_features])
         return found
     if own.dtype == dtype and own.stride(0) >= columns:
         return own.detach().as_strided((own.shape[0], columns), own.stride())
-    found = wide(own.shape[0], columns, own, dtype)
+    found = aligned(own.shape[0], columns, own, dtype)
     found[:, : own.shape[1]].copy_(own)
     return found
 
@@ -61,7 +51,7 @@ def make_room(layer: nn.Linear, extra: int) -> None:
     own = layer.weight
     if own.dtype.itemsize != 2 or own.stride(0) >= own.shape[1] + extra or own.is_meta:
         return
-    roomy = wide(own.shape[0], own.shape[1] + extra, own, own.dtype)[:, : own.shape[1]]
+    roomy = aligned(own.shape[0], own.shape[1] + extra, own, own.dtype)[:, : own.shape[1]]
     own.data = roomy.copy_(own.data)
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.engine.kernels import fp8, frozen
-from finetune.engine.kernels.low_rank import LowRankTerm, add_term
+from finetune.engine.kernels.low_rank import LowRankTerm, aligned
 from finetune.runtime.types import Model
 
 Tensors = Sequence[torch.Tensor | None]
@@ -263,10 +263,23 @@ def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.
         from finetune.engine.kernels import triton_kernels
 
         return triton_kernels.widened_rows(x, a)
-    wide = frozen.wide(x.shape[0], x.shape[1] + a.shape[0], x, x.dtype)
+    wide = aligned(x.shape[0], x.shape[1] + a.shape[0], x, x.dtype)
     inner = x @ a.t()
     wide[:, : x.shape[1]], wide[:, x.shape[1] :] = x, inner
     return wide, inner
+
+
+def add_term(y: torch.Tensor, term: LowRankTerm | None, dtype: torch.dtype) -> torch.Tensor:
+    """y (n, m) with the term added in the precision of y or `dtype`, whichever is higher, as `dtype`."""
+    if term is None:
+        return y.to(dtype)
+    if y.is_cuda:
+        from finetune.engine.kernels import triton_kernels
+
+        return triton_kernels.add_term(y, term, dtype)
+    precise = torch.promote_types(y.dtype, dtype)
+    left, right = term.left.to(precise), term.right.to(precise)
+    return torch.addmm(y.to(precise), left, right, alpha=term.scaling).to(dtype)
 
 
 def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:

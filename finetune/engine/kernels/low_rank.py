@@ -1,10 +1,12 @@
-"""What an adapter adds to the product of a layer."""
+"""What an adapter adds to the product of a layer, and matrices with room beside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+ALIGNMENT = 64  # elements of a row: kernels of cuBLAS that load by TMA want rows that begin at 128 bytes
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,11 @@ class LowRankTerm:
     scaling: float = 1.0
 
 
-def add_term(y: torch.Tensor, term: LowRankTerm | None, dtype: torch.dtype) -> torch.Tensor:
-    """y (n, m) with the term added in the precision of y or `dtype`, whichever is higher, as `dtype`."""
-    if term is None:
-        return y.to(dtype)
-    if y.is_cuda:
-        from finetune.engine.kernels import triton_kernels
+def pitch(columns: int) -> int:
+    """The elements from one row to the next of a matrix of so many columns."""
+    return -(-columns // ALIGNMENT) * ALIGNMENT
 
-        return triton_kernels.add_term(y, term, dtype)
-    precise = torch.promote_types(y.dtype, dtype)
-    left, right = term.left.to(precise), term.right.to(precise)
-    return torch.addmm(y.to(precise), left, right, alpha=term.scaling).to(dtype)
+
+def aligned(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized matrix (rows, columns) with aligned rows."""
+    return torch.empty(rows, pitch(columns), dtype=dtype, device=like.device)[:, :columns]

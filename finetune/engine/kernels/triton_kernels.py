@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.engine.kernels import frozen
-from finetune.engine.kernels.low_rank import LowRankTerm
+from finetune.engine.kernels.low_rank import LowRankTerm, aligned
 from finetune.runtime.types import JsonObject
 
 # Programs that share the columns of one tile's rows, or the rows of its columns.
@@ -86,7 +85,7 @@ def _widen(
 def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_lora.widened_rows` on a GPU."""
     (rows, columns), rank = x.shape, a.shape[0]
-    wide = frozen.wide(rows, columns + rank, x, x.dtype)
+    wide = aligned(rows, columns + rank, x, x.dtype)
     if rank > 2 * largest_rank(x):
         inner = x @ a.t()
         wide[:, :columns], wide[:, columns:] = x, inner
@@ -124,7 +123,7 @@ def _add_term(
 
 
 def add_term(y: torch.Tensor, term: LowRankTerm, dtype: torch.dtype) -> torch.Tensor:
-    """`low_rank.add_term` on a GPU."""
+    """`fused_lora.add_term` on a GPU."""
     if not largest_rank(y):
         return torch.addmm(y.float(), term.left.float(), term.right.float(), alpha=term.scaling).to(dtype)
     (rows, columns), rank = y.shape, term.left.shape[1]
@@ -313,7 +312,7 @@ def silu_and_multiply(
     rows, columns = gate.shape
     own = 0 if down is None else down.shape[0]
     rank = own if own <= largest else 0
-    wide = frozen.wide(rows, columns + own, gate, gate.dtype) if widens else None
+    wide = aligned(rows, columns + own, gate, gate.dtype) if widens else None
     h = torch.empty_like(gate) if wide is None else wide[:, :columns]
     inputs, ranks = _kernel_inputs(largest, (gate, gate_term), (up, up_term))
     products = torch.empty(PARTS, rows, rank, dtype=torch.float32, device=gate.device) if rank else h
