@@ -1,7 +1,7 @@
 """What survives of an adapter's part that is far below the last place of its layer's output, on every path: all of it.
 Against the part in float64. The shares that PEFT keeps show that these parts are small enough to be lost.
 
-`python -m pytest -m gpu tests/unit/engine/kernels/test_rounding.py` asks a GPU.
+`python -m pytest -m gpu tests/unit/engine/kernels/test_frozen.py` asks a GPU.
 """
 
 from __future__ import annotations
