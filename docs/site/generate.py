@@ -22,7 +22,7 @@ from finetune.config.values import show
 from finetune.convert import knowledge
 from finetune.doctor.tested_sets import FILE, Sets, about, read
 from finetune.errors import UserError
-from finetune.review.rules import EXPLANATIONS
+from finetune.review.rules import RULES
 from finetune.runtime import bootstrap
 from finetune.runtime.command import run_guarded
 from finetune.runtime.files import write_json, write_text
@@ -167,22 +167,10 @@ def code(words: Iterable[str]) -> str:
 
 # --- docs/review-rules.md ---------------------------------------------------------------------------------------------
 
-GROUPS = {
-    "Where does the time go?": (
-        *("data-wait", "straggler", "communication", "padding", "host-bound", "small-batch", "evaluation-share"),
-        "throttling",
-    ),
-    "Is a second GPU worth it?": ("efficiency",),
-    "Does it fit?": ("memory-near-limit", "memory-uneven"),
-    "Is it healthy?": ("not-finite", "diverging", "spikes", "clipping", "collapsed-routing"),
-    "Is it learning?": ("frozen", "updates-lost", "plateau", "too-slow", "overfitting"),
-    "Is the data what you think?": ("leak", "rows-lost", "similar-steps"),
-    "Is a rank stuck?": ("hang",),
-}
 REVIEW_RULES = """\
 # The rules of the review
 
-<!-- Printed from finetune/review/rules by `make docs`. Do not edit by hand. -->
+<!-- Printed from finetune/review/rules/explanations.md by `make docs`. Do not edit by hand. -->
 
 `finetune review RUN` and the [Review tab](dashboard.md) judge a run by the rules below. `finetune review --explain
 RULE` prints one of them. Figures in examples are of real runs; the file in parentheses has the record.
@@ -191,15 +179,12 @@ RULE` prints one of them. Figures in examples are of real runs; the file in pare
 
 def review_rules() -> str:
     """All rules of the review, by the question that they belong to."""
-    contents = ((question, ", ".join(f"[{name}](#{name})" for name in names)) for question, names in GROUPS.items())
-    parts = [REVIEW_RULES, table(("question", "rules"), *contents)]
-    for question, names in GROUPS.items():
-        parts.append(f"## {question}\n")
-        for name in names:
-            one = EXPLANATIONS[name]
-            parts.append(f"### {name}\n\n{one.question}\n")
-            parts.append("".join(f"- **{heading}.** {text}\n" for heading, text in one.parts().items()))
-    return "\n".join(parts)
+    page = (ROOT / "finetune/review/rules/explanations.md").read_text(encoding="utf-8")
+    contents = []
+    for question, rules in re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", page, re.MULTILINE):
+        names = re.findall(r"^### (.+)$", rules, re.MULTILINE)
+        contents.append((question, ", ".join(f"[{name}](#{name})" for name in names)))
+    return "\n".join((REVIEW_RULES, table(("question", "rules"), *contents), page))
 
 
 # --- the sets of versions that were tested ----------------------------------------------------------------------------
@@ -212,7 +197,7 @@ def updated(readme: str, sets: Sets) -> str:
     """The README with the table of today, between its marks, and the number of rules of the review."""
     rows = ((name, about(one), *(one["versions"].get(each, "-") for each in SHOWN)) for name, one in sets.items())
     page = f"{BEGIN}\n\n{table(('set', 'of', *SHOWN), *rows)}\n{END}"
-    readme = re.sub(r"`review` applies \d+ rules", f"`review` applies {len(EXPLANATIONS)} rules", readme)
+    readme = re.sub(r"`review` applies \d+ rules", f"`review` applies {len(RULES)} rules", readme)
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: page, readme, flags=re.DOTALL)
 
 

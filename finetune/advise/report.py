@@ -11,10 +11,10 @@ from rich.table import Table
 from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
 from finetune.engine.monitoring.metrics import parameters_text
-from finetune.measure.dry_run_report import duration, print_longest_rows
+from finetune.measure.dry_run_report import print_longest_rows
 from finetune.measure.measurements import Measurement
 from finetune.runtime.command import print_line
-from finetune.text import counted
+from finetune.text import counted, duration
 
 
 def gradients(measured: Measurement) -> str:

@@ -18,7 +18,7 @@ from finetune.runtime.machine.hardware import Hardware, survey, topology_line
 from finetune.runtime.machine.nccl import explain_settings, recommend_settings
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
+from finetune.text import counted, duration
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[JsonObject]:
@@ -168,8 +168,3 @@ def factor(base: JsonObject, row: JsonObject) -> str:
     if not intervals_disjoint(one["ci95"], other["ci95"]):
         return "="
     return f"{one['median'] / other['median']:.2f} x"
-
-
-def duration(seconds: float) -> str:
-    """In microseconds or milliseconds, whichever is easier to read."""
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

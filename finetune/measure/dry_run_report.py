@@ -22,7 +22,7 @@ from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES
 from finetune.runtime.options import without_json, without_option
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
+from finetune.text import counted, duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +193,6 @@ def _attempt(one: JsonObject) -> str:
         return f"{one['per_device']} out of memory"
     speed = f"{one['tokens_per_second']:,.0f} tokens/s" if one["tokens_per_second"] else "not timed"
     return f"{one['per_device']} {one['peak_bytes'] / 2**30:.1f} GiB {speed}"
-
-
-def duration(seconds: float) -> str:
-    """A duration in hours, minutes or seconds."""
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} hours"
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
 
 
 def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[int, int], line: str) -> None:

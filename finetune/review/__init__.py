@@ -26,13 +26,6 @@ def review(folders: Sequence[Path]) -> Review:
     return assemble.review(folders)
 
 
-def markdown(folder: Path) -> str:
-    """The review of one run as Markdown, for a text page. Never raises: a failure becomes a sentence."""
-    from finetune.review import report
-
-    return report.markdown(folder)
-
-
 def divergence(losses: Sequence[float]) -> str | None:
     """A sentence if a run with these losses of all its steps diverges."""
     from finetune.review.rules import learning

@@ -82,15 +82,15 @@ def explained(name: str) -> str:
     Raises:
         UserError: there is no such rule.
     """
-    from finetune.review.rules import EXPLANATIONS
+    from finetune.review.rules import explanations
 
-    if name not in EXPLANATIONS:
-        raise UserError(f"unknown rule: {name}. The rules are {', '.join(EXPLANATIONS)}.")
-    one = EXPLANATIONS[name]
+    one = explanations().get(name)
+    if one is None:
+        raise UserError(f"unknown rule: {name}. The rules are {', '.join(explanations())}.")
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     parts = [
         f"{heading}\n{textwrap.fill(text, width, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)}"
-        for heading, text in one.parts().items()
+        for heading, text in one.parts.items()
     ]
     return "\n\n".join([f"{name}: {one.question}", *parts])
 

@@ -49,40 +49,17 @@ class Finding:
 Rule = Callable[[Run, Sequence[Run]], Finding | None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Explanation:
     """A rule for a reader who meets it for the first time, in Markdown without markup but `code`.
 
     Attributes:
         question: what the rule answers, in the reader's words.
-        sees: what the reader sees of it.
-        means: what happens in the machine.
-        measured: from which figures, and from which threshold on.
-        example: what it said about a real run.
-        source: where that run is recorded.
-        remedy: what to do.
-        brings: what that should bring.
+        parts: heading -> text, in the order in which they are read.
     """
 
     question: str
-    sees: str
-    means: str
-    measured: str
-    example: str
-    source: str
-    remedy: str
-    brings: str
-
-    def parts(self) -> dict[str, str]:
-        """Heading -> text, in the order in which they are read."""
-        return {
-            "What you see": self.sees,
-            "What it means": self.means,
-            "How it is measured": self.measured,
-            "Example": f"{self.example.removesuffix('.')} ({self.source}).",
-            "What to do": self.remedy,
-            "What that brings": self.brings,
-        }
+    parts: dict[str, str]
 
 
 def confidence(value: float, threshold: float, samples: int) -> str:
@@ -100,17 +77,6 @@ def micro_batch(size: float, now: float) -> str:
 def percent(share: float) -> str:
     """0.123 -> 12 %; one digit more below 10 %."""
     return f"{share:.1%}".replace("%", " %") if abs(share) < 0.0995 else f"{share:.0%}".replace("%", " %")
-
-
-def duration(seconds: float) -> str:
-    """Seconds with three digits, in us and ms below 0.1 s, in minutes and hours from 600 s on."""
-    if 0 < abs(seconds) < 1e-4:
-        return f"{1e6 * seconds:.3g} us"
-    if abs(seconds) < 0.1:
-        return f"{1e3 * seconds:.3g} ms"
-    if abs(seconds) < 600:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def clock(seconds: float) -> str:

@@ -8,12 +8,13 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 from importlib import resources
 from typing import Any
 
 from finetune.review import labels
-from finetune.review.rules import EXPLANATIONS
+from finetune.review.rules import explanations
 from finetune.runtime.tags import PHASES
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -46,9 +47,7 @@ def content(review: JsonObject) -> JsonObject:
         review: `finetune.review.review(...).to_dict()`.
     """
     found = {finding["rule"] for run in review["runs"] for finding in run.get("findings", [])}
-    rules = {
-        name: {"question": one.question, "parts": one.parts()} for name, one in EXPLANATIONS.items() if name in found
-    }
+    rules = {name: asdict(one) for name, one in explanations().items() if name in found}
     device = "GPU" if all(run.get("about", {}).get("on_gpus") for run in review["runs"]) else "device"
     return _without_nan({**review, "phases": PHASES, "names": labels.described(device), "rules": rules})
 

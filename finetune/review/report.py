@@ -1,21 +1,18 @@
-"""A review as tables for a terminal, and as Markdown for TensorBoard's text page."""
+"""A review as tables for a terminal."""
 
 from __future__ import annotations
 
-import html
 import math
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.review import assemble
-from finetune.review import run as runs
 from finetune.review.assemble import Review, Reviewed
-from finetune.review.finding import clock, duration, number, percent
+from finetune.review.finding import clock, number, percent
 from finetune.review.labels import label
 from finetune.runtime import tags
 from finetune.runtime.types import JsonObject
+from finetune.text import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,44 +201,3 @@ def predicted_rows(one: Reviewed, *, named: bool) -> list[list[str]]:
 
 def _cell(value: float | None, write: Callable[[float], str]) -> str:
     return "-" if value is None else write(value)
-
-
-# --- Markdown -------------------------------------------------------------------------------------------------------
-
-
-def markdown(folder: Path) -> str:
-    """The review of one run as Markdown. Never raises: a failure becomes a sentence."""
-    try:
-        return to_markdown(assemble.of_runs([runs.read(folder)]).runs[0])
-    except Exception as error:  # a page of a dashboard must not end the training that writes it
-        return f"The run could not be reviewed: {escaped(f'{type(error).__name__}: {error}')}"
-
-
-def to_markdown(one: Reviewed) -> str:
-    """Verdict, findings, metrics, predictions."""
-    # A page that is written while the run goes on stays when it has ended: it must not say "running" then.
-    status = "" if one.run.status == "running" else f" Status: {one.run.status}."
-    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}.{status}", ""]
-    lines += [f"{escaped(problem)}\n" for problem in one.run.problems]
-    if one.findings:
-        findings = [
-            [found.rule, found.level, lost_share(found.lost), found.evidence, found.advice, found.gain]
-            for found in one.findings[:SHOWN_FINDINGS]
-        ]
-        lines += _markdown_table(["rule", "level", "time lost", "evidence", "change", "gain"], findings)
-    lines += _markdown_table(["metric", "typical value"], metric_rows([one]))
-    lines += _markdown_table(["", "predicted", "measured", "error"], predicted_rows(one, named=False))
-    return "\n".join(lines)
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return [*lines, *(f"| {' | '.join(map(escaped, row))} |" for row in rows), ""]
-
-
-def escaped(text: str) -> str:
-    """A text on one line of which Markdown and HTML interpret nothing."""
-    plain = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", plain)

@@ -51,15 +51,13 @@ def dashboard_pages(job: Job, record: RunRecord, questions: list[Question]) -> D
 
     return Dashboard(
         texts={
-            "2 data": tensorboard_pages.data_page(
+            "1 data": tensorboard_pages.data_page(
                 job.data.ledgers, layout_facts(job), include_rows=config.logging.include_rows
             ),
-            "3 run": tensorboard_pages.facts_page(run),
-            "4 configuration": tensorboard_pages.configuration_page(resolved, config.given),
+            "2 run": tensorboard_pages.facts_page(run),
+            "3 configuration": tensorboard_pages.configuration_page(resolved, config.given),
         },
-        first_hyperparameters=first,
-        hyperparameters=given | about,
-        review=lambda: review.markdown(record.path.parent),
+        hyperparameters=first | given | about,
         divergence=review.divergence if config.training.stop_on_divergence else None,
         samples=(lambda: answer_and_score(job, questions)) if questions else None,
         include_rows=config.logging.include_rows,

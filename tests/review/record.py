@@ -65,11 +65,6 @@ def training_only(folder: Path) -> None:
     conversation_file(folder / "train.jsonl", 400, seed=0, words=(20, 28))
 
 
-def ragged_more(folder: Path) -> None:
-    """Conversations of many lengths."""
-    conversation_file(folder / "train.jsonl", 400, seed=0, words=(10, 60))
-
-
 def very_ragged(folder: Path) -> None:
     """Short and long rows, too few of them to form batches of similar ones."""
     conversation_file(folder / "train.jsonl", 32, seed=0, words=(2, 90))
@@ -185,9 +180,6 @@ RUNS: dict[str, Fixture] = {
     "healthy-full": Fixture(None, ranks=1, rows=training_only, settings=BFLOAT16),
     "updates-lost": Fixture(
         "updates-lost", ranks=1, rows=training_only, settings=BFLOAT16 | {"training.master_weights": "none"}
-    ),
-    "similar-steps": Fixture(
-        "similar-steps", rows=ragged_more, settings={"training.train_sampling_strategy": "group_by_length"}
     ),
     "slow-loader": Fixture("data-wait", rows=training_only, fault={"FAULT": "slow loader", "FAULT_SECONDS": "0.15"}),
     "slow-rank-compute": Fixture("straggler", rows=ragged, settings=EVALUATED, fault=of_rank("slow compute", 1, 0.15)),

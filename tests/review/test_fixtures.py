@@ -12,7 +12,7 @@ import pytest
 
 from finetune.review import review
 from finetune.review import run as runs
-from finetune.review.rules import RULES, curve, data, learning, memory, ranks, routing, speed, straggler, timing
+from finetune.review.rules import RULES, learning, memory, ranks, routing, speed, straggler, timing
 from finetune.review.run import Run
 from tests.review import record
 
@@ -84,15 +84,6 @@ def test_throttling_is_named_in_a_recorded_run(tmp_path: Path) -> None:
 # --- thresholds -------------------------------------------------------------------------------------------------------
 
 
-def fall_in_last_tenth(run: Run) -> float | None:
-    """As a share of the whole fall; 0 if it is within the noise, as the rule has it."""
-    values = learning.losses(run).values
-    if len(values) < learning.SLOW_STEPS:
-        return None
-    share, fall, _ = learning.late_fall(values)
-    return share if fall > 3 * 2 * curve.error_of_difference(values, 0.05) else 0.0
-
-
 # Rule -> what it compares for a run, and its threshold for that run: larger means worse.
 CALIBRATED = {
     "data-wait": (timing.data_wait, lambda run: speed.DATA_WAIT),
@@ -106,19 +97,9 @@ CALIBRATED = {
         lambda run: None if learning.rise(run) is None else learning.rise(run).last / learning.rise(run).least - 1,
         lambda run: learning.RISE - 1,
     ),
-    "too-slow": (fall_in_last_tenth, lambda run: learning.SLOW_FALL),
     "overfitting": (learning.overfit, lambda run: learning.OVERFIT - 1),
     "updates-lost": (learning.unchanged, lambda run: learning.UNCHANGED),
     "collapsed-routing": (routing.unused, lambda run: routing.UNUSED),
-    "similar-steps": (
-        lambda run: (
-            None
-            if run.number("batch_mix.sd_random_order") is None
-            else run.number("batch_mix.sd_of_step_mean_length") / run.number("batch_mix.sd_random_order") - 1
-        ),
-        lambda run: data.MIX - 1,
-    ),
-    "memory-uneven": (ranks.unevenness, lambda run: ranks.UNEVEN),
 }
 
 

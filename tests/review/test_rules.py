@@ -39,10 +39,6 @@ def rising(factor: float) -> np.ndarray:
     return np.concatenate([down, np.linspace(1.0, factor, 80), np.full(20, factor)])
 
 
-def linear(count: int = 200, noise: float = 0.01) -> np.ndarray:
-    return np.linspace(3, 1, count) + np.random.default_rng(2).normal(0, noise, count)
-
-
 def routed(
     *,
     unused: list[float],
@@ -57,7 +53,6 @@ def routed(
     return run(series={name: (steps, values) for name, values in series.items()}, record={"experts": experts})
 
 
-CONSTANT_RATE = {"learning_rate": ([1, 200], [1e-3, 1e-3])}
 CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
 FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
 SLOW_STEP = {"data_wait": 0.1}
@@ -98,10 +93,6 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(by_rank={1: {"allocator_retries": 1}}),
         lambda: run(record={"memory_fraction": 0.93}),
     ],
-    "memory-uneven": [
-        lambda: run(by_rank={1: {"peak_gib": 42.1}}),
-        lambda: run(world=8, by_rank={6: {"peak_gib": 60.0}}),
-    ],
     "throttling": [
         lambda: run(gpu_of={1: {"throttled": 0.11, "reasons": ["power cap"]}}),
         lambda: run(world=4, gpu_of={2: {"sm_clock_mhz": 1600.0}}),
@@ -127,8 +118,6 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200)),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.5, 40), series=evaluation(5.9, 5.9, 5.9)),
     ],
-    "plateau": [lambda: run(loss=losses(end=2.0), series=CONSTANT_RATE)],
-    "too-slow": [lambda: run(loss=linear())],
     "clipping": [
         lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]), series=CLIPPED),
         lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}),
@@ -146,7 +135,6 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: routed(unused=[0.0, 0.0, 0.1, 0.5, 0.5, 0.6], busiest=[2.0] * 6),
         lambda: routed(unused=[0.0] * 6, busiest=[2.0, 2.0, 3.0, 7.3, 7.3, 7.3]),
     ],
-    "similar-steps": [lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.6, "sd_random_order": 5.0}})],
 }  # fmt: skip
 
 SILENT: dict[str, list[Callable[[], Run]]] = {
@@ -182,11 +170,6 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
                     series={"tokens_per_gpu": ([50, 100], [710.0] * 2)}),
     ],
     "memory-near-limit": [lambda: run(by_rank={1: {"reserved_gib": 91.0}})],
-    "memory-uneven": [
-        lambda: run(by_rank={1: {"peak_gib": 41.9}}),
-        lambda: run(gpu=False, by_rank={1: {"peak_gib": 80.0}}),
-        lambda: run(world=1),
-    ],
     "throttling": [
         lambda: run(gpu_of={1: {"throttled": 0.09}}),
         lambda: run(gpu_of={1: {"sm_clock_mhz": 1640.0}}),
@@ -214,17 +197,6 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.9, 200)),  # too noisy to tell
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 90)),  # too short
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200), series=evaluation(6.0, 5.99, 5.98)),
-    ],
-    "plateau": [
-        lambda: run(loss=losses(end=2.0)),  # the schedule has ended
-        lambda: run(loss=linear(), series=CONSTANT_RATE),
-        lambda: run(loss=losses(end=2.0, noise=1.5), series=CONSTANT_RATE),  # too noisy to tell
-    ],
-    "too-slow": [
-        lambda: run(),
-        lambda: run(loss=linear(), record={"status": "running"}),
-        lambda: run(loss=linear(40)),
-        lambda: run(loss=linear(), series=CLIPPED),
     ],
     "clipping": [
         lambda: run(series=CLIPPED),  # without harm
@@ -258,11 +230,6 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: routed(unused=[0.9] * 6, busiest=[2.0] * 6, tokens=79),  # of which an expert would have 9.9
         lambda: routed(unused=[0.9] * 2, busiest=[8.0] * 2),  # two records prove little
         lambda: routed(unused=[0.9] * 6, busiest=[8.0] * 6, experts=None),
-    ],
-    "similar-steps": [
-        lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.4, "sd_random_order": 5.0}}),
-        lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 0.0, "sd_random_order": 0.0}}),  # equal lengths
-        lambda: run(record={"batch_mix": None}),
     ],
 }  # fmt: skip
 
@@ -317,10 +284,6 @@ def piecewise(*points: tuple[int, float], noise: float = 1e-4) -> np.ndarray:
     return np.interp(np.arange(200), steps, values) + np.random.default_rng(6).normal(0, noise, 200)
 
 
-def ending(rate: float) -> dict[str, tuple[list[int], list[float]]]:
-    return {"learning_rate": ([1, 200], [1e-3, rate])}
-
-
 def of_norm(norm: float) -> Run:
     return run(series={"gradient_norm": ([1, 2, 3], [norm] * 3)})
 
@@ -331,29 +294,8 @@ def slow_in(healthy: int) -> Run:
     return run(ranks=(starts, slow[:-healthy] + usual[-healthy:]))
 
 
-FALLS = (0, 3.0), (20, 2.0)
 CLOSE: dict[str, tuple[str, Callable[[], Run], Callable[[], Run]]] = {
     "norm": ("frozen", lambda: of_norm(0.95e-8), lambda: of_norm(1.05e-8)),
-    "rate": (
-        "plateau",
-        lambda: run(loss=losses(end=2.0), series=ending(1.05e-4)),
-        lambda: run(loss=losses(end=2.0), series=ending(0.95e-4)),
-    ),
-    "fall of the last half": (  # the medians of its quarters are half of its fall apart
-        "plateau",
-        lambda: run(loss=piecewise(*FALLS, (100, 2.0), (199, 1.972)), series=CONSTANT_RATE),
-        lambda: run(loss=piecewise(*FALLS, (100, 2.0), (199, 1.965)), series=CONSTANT_RATE),
-    ),
-    "fall of the last tenth": (
-        "too-slow",
-        lambda: run(loss=piecewise(*FALLS, (180, 2.0), (199, 1.94))),
-        lambda: run(loss=piecewise(*FALLS, (180, 2.0), (199, 1.955))),
-    ),
-    "clipped": (
-        "too-slow",
-        lambda: run(loss=linear(), series={"clipped": ([100, 200], [0.09] * 2)}),
-        lambda: run(loss=linear(), series={"clipped": ([100, 200], [0.11] * 2)}),
-    ),
     "height of spikes": (
         "spikes",
         lambda: run(loss=changed(piecewise((0, 1.4), (30, 1.0), (199, 1.0)), {80: 0.105, 140: 0.105})),

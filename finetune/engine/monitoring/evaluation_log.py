@@ -97,4 +97,4 @@ class EvaluationLog:
         """The text page of answers."""
         if self._records.events:
             page = tensorboard_pages.samples_page(result.shown, result.words)
-            self._records.events.add_text("5 samples", page, step)
+            self._records.events.add_text("4 samples", page, step)

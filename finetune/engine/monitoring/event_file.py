@@ -44,10 +44,6 @@ class EventFile:
         """As SummaryWriter.add_histogram."""
         self._write("add_histogram", tag, values, step)
 
-    def add_image(self, tag: str, pixels: object, step: int) -> None:
-        """A picture, uint8 [height, width, 3]."""
-        self._write("add_image", tag, pixels, step, None, "HWC")
-
     def add_custom_scalars(self, layout: dict[str, dict[str, list[object]]]) -> None:
         """As SummaryWriter.add_custom_scalars."""
         self._write("add_custom_scalars", layout)
@@ -55,12 +51,6 @@ class EventFile:
     def add_summary(self, summary: object, step: int) -> None:
         """A Summary message of TensorBoard."""
         self._write("add_summary", summary, step)
-
-    def flush(self) -> None:
-        """Write what is pending, so that readers see it."""
-        if self._writer is not None:
-            with self._dropping():
-                self._writer.flush()
 
     def close(self) -> None:
         """Write what is pending and close the file."""

@@ -44,9 +44,7 @@ class Dashboard:
     """What the logger cannot know by itself."""
 
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
-    first_hyperparameters: dict[str, float] = field(default_factory=dict)  # first columns of the HPARAMS table
-    hyperparameters: JsonObject = field(default_factory=dict)  # its other columns
-    review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
+    hyperparameters: JsonObject = field(default_factory=dict)  # columns of the HPARAMS table
     divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
     samples: Callable[[], SampleResult] | None = None  # answers of the current model; called on every rank
     include_rows: bool = True  # whether prompts and answers may be shown
@@ -86,7 +84,6 @@ class RunLogger(TrainerCallback):
         self.dashboard = dashboard or Dashboard()
         self.evaluation_log = EvaluationLog(self.records, self.run, progress, resumed=start_step > 0)
         self.first_step_at: float | None = None
-        self.last: StepRecord | None = None
         self._supervised = 0  # tokens since the last record, of the first step too
         self.token_means: dict[str, float] = {}  # of the last record, by TRL's names, if its loss yields them
         self.diverged: str | None = None  # why the run was ended early, if it was
@@ -151,8 +148,7 @@ class RunLogger(TrainerCallback):
             events.add_custom_scalars(tensorboard_pages.layout())
             for name, text in self.dashboard.texts.items():
                 events.add_text(name, text, state.global_step)
-            columns = self.dashboard.first_hyperparameters, self.dashboard.hyperparameters
-            for summary in tensorboard_pages.hyperparameters(*columns):
+            for summary in tensorboard_pages.hyperparameters(self.dashboard.hyperparameters):
                 events.add_summary(summary, state.global_step)
             events.add_histogram(tag("document_length"), self.layout.rows.lengths, state.global_step)
         self.records.start_line(state.global_step, int(args.logging_steps), devices)
@@ -215,7 +211,6 @@ class RunLogger(TrainerCallback):
         if "loss" not in logs:
             return
         record = self.monitor.record()
-        self.last = record
         window, self._window = self._window, Totals()
         window.seconds = sum(record.step_seconds)  # of steps alone: evaluation and saving do not lower the throughput
         self.run.add(record, window)
@@ -314,7 +309,6 @@ class RunLogger(TrainerCallback):
             if self.progress:
                 for sample in result.shown[:1]:
                     self.progress.sample(*sample)
-        self.write_review(state.global_step)
 
     def log_scores(self, result: SampleResult, state: TrainerState) -> None:
         """The scores of answers to held-out prompts: TensorBoard, the trainer's log, run.json, the terminal. Every rank
@@ -331,17 +325,7 @@ class RunLogger(TrainerCallback):
     def show_best(self, text: str, step: int) -> None:
         """The text page of the best evaluation, if there is one."""
         if self.records.events and text:
-            self.records.events.add_text("6 best evaluation", text, step)
-
-    def write_review(self, step: int) -> None:
-        """The review page and the picture of the last record's steps, as of now."""
-        if self.records.events is None:
-            return
-        if self.last is not None and any(rank.step for rank in self.last.ranks):
-            self.records.events.add_image("5 ranks/a typical step", tensorboard_pages.timeline(self.last.ranks), step)
-        if self.dashboard.review is not None:
-            self.records.events.flush()
-            self.records.events.add_text("1 review", self.dashboard.review(), step)
+            self.records.events.add_text("5 best evaluation", text, step)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -363,9 +347,8 @@ class RunLogger(TrainerCallback):
         if self._monitor is not None:
             self._monitor.close()
         if self.records.events:
-            if self.first_step_at is not None:
-                self.write_review(self._trainer.state.global_step)
-                self.records.events.add_summary(tensorboard_pages.session_end(succeeded=kind is None), 0)
+            if self.first_step_at is not None and kind is None:
+                self.records.events.add_summary(tensorboard_pages.session_end(), 0)
             self.records.events.close()
         for tracker in self.trackers:
             tracker.end()

@@ -1,29 +1,16 @@
-"""What TensorBoard shows beside the curves: the order of the charts, text pages, hyperparameters, a picture."""
+"""What TensorBoard shows beside the curves: the order of the charts, text pages, hyperparameters."""
 
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import numpy as np
-
-from finetune.engine.monitoring.monitor import RankRecord
-from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
+from finetune.runtime.tags import BY_NAME, PHASES, tag
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
-COLORS = {  # of the phases, from the color-blind safe palette of Okabe and Ito
-    "data_wait": "#d55e00",
-    "forward": "#0072b2",
-    "backward": "#56b4e9",
-    "communication": "#e69f00",
-    "optimizer": "#009e73",
-    "other": "#999999",
-}
 # Values of the HPARAMS table: metrics that every finished run has.
 HPARAM_METRICS = ("eval_loss", "tokens_per_gpu", "mfu", "fullest", "hours")
 
@@ -171,78 +158,23 @@ def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
     return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
 
 
-def hyperparameters(first: dict[str, float], others: JsonObject) -> list[object]:
-    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)
-
-    Args:
-        first: the first columns, in this order. TensorBoard takes the columns from any one run, so all runs have them.
-        others: further columns, which TensorBoard sorts.
-    """
-    from tensorboard.plugins.hparams import metadata
+def hyperparameters(values: JsonObject) -> tuple[object, object]:
+    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)"""
     from torch.utils.tensorboard.summary import hparams
 
-    shown = {f"{place} {name}": name for place, name in enumerate(first, start=1)}  # columns are sorted by name
-    values = {number: float(first[name]) for number, name in shown.items()} | {
+    known = {
         name: value
         if isinstance(value, int | float) and not isinstance(value, bool)
         else str(value).encode(errors="backslashreplace").decode()  # the name of a file may be no text
-        for name, value in others.items()
+        for name, value in values.items()
         if value is not None
     }
-    experiment, begin, _ = hparams(values, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
-    columns: Any = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
-    for column in columns.hparam_infos:
-        column.display_name = shown.get(column.name, "")
-    return [_with_content(experiment, experiment=columns), begin]
+    experiment, begin, _ = hparams(known, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
+    return experiment, begin
 
 
-def _with_content(summary: Any, **content: Any) -> Any:
-    """A summary of the HPARAMS plugin with this content in place of its own."""
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    data = getattr(plugin_data_pb2, "HParamsPluginData")(**content)  # noqa: B009 - made at run time
-    summary.value[0].metadata.CopyFrom(metadata.create_summary_metadata(data))
-    return summary
-
-
-def session_end(*, succeeded: bool) -> object:
-    """The summary that ends the run's row in HPARAMS."""
-    from tensorboard.plugins.hparams import metadata
+def session_end() -> object:
+    """The summary that marks the run's row in HPARAMS as a success."""
     from torch.utils.tensorboard.summary import hparams
 
-    end = hparams({}, {})[2]  # of a success
-    if succeeded:
-        return end
-    content: Any = metadata.parse_session_end_info_plugin_data(end.value[0].metadata.plugin_data.content)
-    content.status = 2  # STATUS_FAILURE in tensorboard/plugins/hparams/api.proto
-    return _with_content(end, session_end_info=content)
-
-
-def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
-    """A bar per rank, a color per phase of a typical step; uint8 [height, width, 3]."""
-    from PIL import Image, ImageDraw
-
-    shown = [rank for rank in ranks if rank.step][:SHOWN_RANKS]
-    image = Image.new("RGB", (900, 40 * len(shown) + 60), "white")
-    draw = ImageDraw.Draw(image)
-    longest = max((rank.step or 0.0 for rank in shown), default=1.0)
-    for row, rank in enumerate(shown):
-        x, y = 80.0, 12 + 40 * row
-        draw.text((10, y + 6), f"rank {rank.rank}", fill="black", font_size=15)
-        for name in PHASES:
-            width = 700 * (getattr(rank, name) or 0.0) / longest
-            draw.rectangle((x, y, x + width, y + 28), fill=COLORS[name])
-            x += width
-        draw.text((x + 6, y + 6), format_seconds(rank.step or 0.0), fill="black", font_size=15)
-    for place, name in enumerate(PHASES):
-        x, y = 80 + 135 * place, image.height - 28
-        draw.rectangle((x, y, x + 12, y + 12), fill=COLORS[name])
-        draw.text((x + 17, y - 2), name.replace("_", " "), fill="black", font_size=14)
-    return np.asarray(image)
-
-
-def format_seconds(value: float) -> str:
-    """A duration for people."""
-    if not math.isfinite(value):
-        return "?"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    return hparams({}, {})[2]

@@ -2,9 +2,12 @@
 
 Each is a pure function of a run, and of the runs it is compared with, that returns a `Finding` or None. Thresholds are
 constants beside the rule, and its docstring names their source. "Calibrated" means at least three times the largest
-value of all healthy fixtures, which tests/review recomputes. `EXPLANATIONS` at the end of each module is what users
-read of its rules.
+value of all healthy fixtures, which tests/review recomputes. explanations.md is what users read of the rules.
 """
+
+import functools
+import re
+from importlib import resources
 
 from finetune.review.finding import Explanation, Rule
 from finetune.review.rules import data, hang, learning, memory, ranks, routing, speed, straggler
@@ -21,7 +24,6 @@ RULES: dict[str, Rule] = {
     "overfitting": learning.overfitting,
     "leak": data.leak,
     "rows-lost": data.rows_lost,
-    "similar-steps": data.similar_steps,
     "straggler": straggler.check,
     "data-wait": speed.data_wait,
     "communication": ranks.communication,
@@ -31,20 +33,16 @@ RULES: dict[str, Rule] = {
     "small-batch": speed.small_batch,
     "evaluation-share": speed.evaluation_share,
     "memory-near-limit": memory.near_limit,
-    "memory-uneven": ranks.memory_uneven,
     "throttling": ranks.throttling,
-    "plateau": learning.plateau,
-    "too-slow": learning.too_slow,
 }
 
-_EXPLANATIONS: dict[str, Explanation] = {
-    **hang.EXPLANATIONS,
-    **learning.EXPLANATIONS,
-    **routing.EXPLANATIONS,
-    **data.EXPLANATIONS,
-    **straggler.EXPLANATIONS,
-    **speed.EXPLANATIONS,
-    **ranks.EXPLANATIONS,
-    **memory.EXPLANATIONS,
-}
-EXPLANATIONS: dict[str, Explanation] = {name: _EXPLANATIONS[name] for name in RULES}
+
+@functools.cache
+def explanations() -> dict[str, Explanation]:
+    """What users read of each rule, by its name: `explanations.md`, in which each has a heading, a question and a list
+    of parts."""
+    page = resources.files(__name__).joinpath("explanations.md").read_text(encoding="utf-8")
+    found = {}
+    for name, question, parts in re.findall(r"^### (\S+)\n\n(.+)\n\n((?:- .+\n)+)", page, re.MULTILINE):
+        found[name] = Explanation(question, dict(re.findall(r"^- \*\*(.+?)\.\*\* (.+)$", parts, re.MULTILINE)))
+    return found

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from finetune.review.finding import Explanation, Finding, percent
+from finetune.review.finding import Finding, percent
 from finetune.review.run import Run
-from finetune.review.values import count, mapping, number, text
+from finetune.review.values import count, mapping, text
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 DROPPED = 0.05  # of the rows read
 TRUNCATED = 0.10
-MIX = 1.5  # spread of the steps' mean document length, by that of a random order; chance stays below 1.2
 
 
 def leak(run: Run, others: Sequence[Run] = ()) -> Finding | None:
@@ -57,27 +56,6 @@ def rows_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
-def similar_steps(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """The mean document length varies over steps at least 1.5 times as much as in random order: steps are not random
-    samples. House rule; on GSM8K, steps of one length cost 1.4 % of held-out loss (docs/learning.md)."""
-    found, random = (number(run.at(f"batch_mix.{name}")) for name in ("sd_of_step_mean_length", "sd_random_order"))
-    if found is None or not random or found < MIX * random:
-        return None
-    documents = number(run.at("batch_mix.documents_per_step"))
-    grouped = text(run.at("config.training.train_sampling_strategy")) == "group_by_length"
-    return Finding(
-        rule="similar-steps",
-        headline="Steps hold documents of similar length",
-        figures=(f"spread {found / random:.1f} times that of a random order", f"threshold {MIX:.1f}"),
-        evidence=f"Over steps, the mean document length has a standard deviation of {found:.1f} tokens; in random "
-        f"order it is {random:.1f}" + (f", with {documents:.0f} documents per step." if documents else "."),
-        advice="training.train_sampling_strategy: random" if grouped else "packing in random order, as by default",
-        gain=f"a spread of {random:.1f} tokens, and a lower held-out loss",
-        confidence="medium",
-        charts=("loss", "eval_loss"),
-    )
-
-
 def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
     """(share, threshold, evidence, advice) of what is lost of a split beyond the thresholds."""
     ledger: JsonObject = mapping(run.at(f"ledger.{split}"))
@@ -113,49 +91,3 @@ def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
 
 
 _LONGER = "a larger data.max_length"
-
-
-EXPLANATIONS = {
-    "leak": Explanation(
-        question="Are rows of the evaluation also in the training data?",
-        sees="The evaluation loss is lower than it should be, and falls as long as the training loss does.",
-        means="The model has trained on the very rows it is then examined on. The figure measures memory, not what the "
-        "model does with new rows.",
-        measured="While the data is prepared, the token ids of every held-out row are compared with all training rows. "
-        "One equal row is enough.",
-        example="5 of 21 evaluation rows have the same tokens as a training row (threshold 1); the first is "
-        "eval.jsonl, line 17.",
-        source="tests/review/fixtures/leak, two CPU ranks",
-        remedy="Remove these rows from the training file, or set data.eval_fraction instead of data.eval_file: it "
-        "splits without overlap.",
-        brings="An evaluation loss that says how the model does on rows that it has not seen.",
-    ),
-    "rows-lost": Explanation(
-        question="How many of the rows were dropped or cut?",
-        sees="The run trains on fewer rows than the file has, or on their beginnings only.",
-        means="A row without an answer to train on, with an unknown role or with an unsuitable shape is dropped; one "
-        "longer than data.max_length is cut, and what is cut is often the answer.",
-        measured=f"The ledger of `run.json` counts each reason. Dropped rows count from {percent(DROPPED)} of the rows "
-        f"read on, truncated ones from {percent(TRUNCATED)}, in any split.",
-        example="train: 67 of 400 rows (17 %, threshold 5.0 %) dropped, mostly for `no_assistant`, such as "
-        "train.jsonl:1.",
-        source="tests/review/fixtures/rows-lost, two CPU ranks",
-        remedy="`finetune prepare` prints each reason with the first row. Usual causes are other column names "
-        "(data.columns) and a data.max_length that is too small (data.over_length: split keeps the rest of long rows).",
-        brings="That share more of the rows to learn from.",
-    ),
-    "similar-steps": Explanation(
-        question="Is each step a random sample of the rows?",
-        sees="The training loss jumps up and down more than usual.",
-        means="If rows are sorted or grouped by length, one step holds only short rows and the next only long ones. "
-        "Short and long rows differ in content, so the model is pulled back and forth.",
-        measured="The mean length of the documents of each step varies over steps. The rule compares that spread with "
-        f"the one a random order would have; from {MIX:.1f} times on, steps are not random samples.",
-        example="Over steps, the mean document length has a standard deviation of 29.5 tokens; in random order it is "
-        "8.1, with 16 documents per step.",
-        source="tests/review/fixtures/similar-steps, two CPU ranks",
-        remedy="Set training.train_sampling_strategy: random, or data.packing: true, which has no padding to save by "
-        "grouping.",
-        brings="A lower held-out loss: grouping by length cost 1.4 % of it on GSM8K.",
-    ),
-}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Explanation, Finding, duration
+from finetune.review.finding import Finding
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, sequence, text
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
+from finetune.text import counted, duration
 
 
 def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
@@ -71,22 +71,3 @@ def _went_on(run: Run) -> bool:
     written = number(run.hang.get("time")) or run.hang_time
     times = run.ranks.times[np.isfinite(run.ranks.times)]
     return written is not None and len(times) > 0 and float(times[-1]) > written
-
-
-EXPLANATIONS = {
-    "hang": Explanation(
-        question="Did a rank stop answering while the others waited for it?",
-        sees="The run stands still, or has ended with an error that names a rank. There is a folder `hang/`.",
-        means="Several processes train together: after each backward pass they add up their gradients, and none goes "
-        "on before all have arrived. If one process is stuck (a disk that does not answer, a loader that waits, "
-        "another code path), all others wait in that exchange without any sign of it.",
-        measured="Each rank notes what it is doing. When the wait exceeds training.ddp_timeout, the ranks write who "
-        "answered, who did not, and in which phase. The rule reports it unless training went on afterwards.",
-        example="Rank 0 did not answer at step 16, in the data phase, for 37 s; rank 1 had waited 30 s for it in an "
-        "all-reduce",
-        source="a process stopped on purpose, two H200s, benchmarks/results/2026-11-24-gpu-hang-h200.jsonl",
-        remedy="Read `hang/report.md`, then the Python stacks in `hang/rank-N.txt`: they show the line in which each "
-        "rank waits. If the rank was only slow, raise training.ddp_timeout.",
-        brings="The steps after the hang. A run that only paused loses the length of the pause.",
-    ),
-}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.review.events import Series
-from finetune.review.finding import Explanation, Finding, duration, number, percent
+from finetune.review.finding import Finding, number, percent
 from finetune.review.finding import steps as named
 from finetune.review.rules import curve
 from finetune.review.run import Run, evaluations
@@ -31,12 +31,6 @@ FROZEN_NORM = 1e-8
 FROZEN_STEPS = 100
 FROZEN_ERROR = 0.001  # of the loss: only if its noise would have shown a fall of 0.3 %
 FROZEN_EVALUATION = 1e-5  # relative change of the evaluation loss, which has no sampling noise
-PLATEAU_STEPS = 60
-PLATEAU_FALL = 0.02  # of the total fall, in the last half; calibrated
-PLATEAU_RATE = 0.10  # of the peak learning rate
-SLOW_STEPS = 50
-SLOW_FALL = 0.05  # of the total fall, in the last tenth; calibrated
-SLOW_CLIPPED = 0.10
 CLIPPED = 0.90  # of the steps after warm-up; calibrated
 CLIPPED_RISE = 1.05  # last tenth by the least running median; from RISE on, the run diverges
 CLIPPED_STEPS = 50
@@ -261,78 +255,6 @@ def _same_evaluations(run: Run) -> tuple[float, float] | None:
     return (float(values[-1]), change) if change <= FROZEN_EVALUATION else None
 
 
-def plateau(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """In the last half the loss has not fallen beyond its noise, or by 2 % of the whole fall, while the learning rate
-    is still above 10 % of its peak. Calibrated."""
-    series, rates = losses(run), run.series("learning_rate").finite()
-    values = series.values
-    if len(values) < PLATEAU_STEPS or not len(rates):
-        return None
-    peak, last_rate = float(rates.values.max()), float(rates.values[-1])
-    error = curve.error_of_difference(values, 0.25)
-    whole = curve.level(values, 0, 0.05) - curve.level(values, 0.75, 1)
-    half = curve.level(values, 0.5, 0.75) - curve.level(values, 0.75, 1)
-    learned = whole > 4 * error and 2 * error < 0.05 * whole
-    if peak <= 0 or last_rate <= PLATEAU_RATE * peak or not learned:
-        return None
-    if half > max(2 * error, PLATEAU_FALL * whole) or _other_course(run) or overfitting(run) is not None:
-        return None
-    hours = run.series("hours").last
-    saved = duration(1800 * hours) if hours else f"{counted((run.steps or len(values)) // 2, 'step')}"
-    return Finding(
-        rule="plateau",
-        level="note",
-        headline="The loss no longer falls",
-        figures=(f"fell by {number(half)} in the last half", f"by {number(whole)} in all"),
-        evidence=f"Median loss {number(curve.level(values, 0.5, 0.75))} in the third quarter and "
-        f"{number(curve.level(values, 0.75, 1))} in the last (noise of the difference {number(error)}), while the "
-        f"learning rate is {percent(last_rate / peak)} of its peak (threshold {percent(PLATEAU_RATE)}).",
-        advice=f"training.max_steps: {(run.steps or len(values)) // 2}, or a higher training.learning_rate",
-        gain=f"{saved} saved",
-        lost=0.5,
-        confidence="medium",
-        charts=("loss", "learning_rate"),
-    )
-
-
-def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """The loss of a finished run still falls by more than 5 % of its whole fall in the last tenth, with less than
-    10 % of the steps clipped. Calibrated."""
-    values = losses(run).values
-    clipped = clipped_share(run)
-    unfinished = run.status not in ("done", "not recorded")
-    if unfinished or len(values) < SLOW_STEPS or clipped is None or clipped >= SLOW_CLIPPED:
-        return None
-    share, fall, whole = late_fall(values)
-    error = 2 * curve.error_of_difference(values, 0.05)
-    if fall <= 3 * error or whole <= 4 * error or share <= SLOW_FALL or _other_course(run):
-        return None
-    rate = run.number("config.training.learning_rate")
-    faster = f"training.learning_rate: {2 * rate:.2g}" if rate else "a higher learning rate"
-    return Finding(
-        rule="too-slow",
-        level="note",
-        headline="The run ended while its loss still fell",
-        figures=(f"fell by {number(fall)} in the last tenth", f"by {number(whole)} in all"),
-        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(share)} of its "
-        f"whole fall (threshold {percent(SLOW_FALL)}); {percent(clipped)} of the steps were clipped.",
-        advice=f"{faster}, or more steps: training.resume_from_checkpoint: true with a larger training.max_steps",
-        gain=f"about {number(fall)} nats per further tenth of the run",
-        confidence="medium",
-        charts=("loss", "learning_rate", "clipped"),
-    )
-
-
-def late_fall(values: np.ndarray) -> tuple[float, float, float]:
-    """By how much the loss falls in the last tenth: as a share of its whole fall, in nats, and the whole fall.
-
-    Measured inside the last tenth, from its halves: most schedules end with a steep fall just before it.
-    """
-    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
-    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
-    return (fall / whole if whole > 0 else 0.0), fall, whole
-
-
 def clipped_share(run: Run) -> float | None:
     """Share of the steps after warm-up whose gradient was clipped."""
     series = run.series("clipped").finite()
@@ -447,10 +369,6 @@ def _loss_around(series: Series, step: int) -> float | None:
     return float(np.median(before[-width:])) if len(before) else (series.values[0] if len(series) else None)
 
 
-def _other_course(run: Run) -> bool:
-    return any(rule(run) is not None for rule in (not_finite, diverging, frozen))
-
-
 def _clipped_far(run: Run) -> bool:
     """Whether nearly all gradients are clipped, and by a factor that single rows do not explain."""
     share, most = clipped_share(run), _max_norm(run)
@@ -490,129 +408,3 @@ def checkpoint_before(run: Run, step: int) -> str | None:
     found = [re.fullmatch(r"checkpoint-(\d{1,12})", path.name) for path in run.output.glob("checkpoint-*")]
     steps = [int(match.group(1)) for match in found if match and int(match.group(1)) <= step]
     return f"checkpoint-{max(steps)}" if steps else None
-
-
-EXPLANATIONS = {
-    "not-finite": Explanation(
-        question="Did a number become infinite or undefined (NaN)?",
-        sees="The loss shows NaN or infinity, in charts as a gap or a cross. The run ends with an error.",
-        means="Some value became too large for its type, or 0 was divided by 0. From there on every result that uses "
-        "it is NaN, the weights after the next update as well: the model is lost.",
-        measured="One such value in the loss, the evaluation loss or the gradient norm, by definition.",
-        example="NaN or infinity in loss: steps 47, 48, 49, 50; gradient norm: steps 47, 48, 49, 50. dtype float32, "
-        "learning rate 0.001281.",
-        source="a fault planted on purpose, tests/review/fixtures/nan, two CPU ranks",
-        remedy="A third of the learning rate, and model.dtype: bfloat16 instead of float16, whose largest value is "
-        "65,504. Resume from the last checkpoint before it.",
-        brings="The steps from there on train again.",
-    ),
-    "diverging": Explanation(
-        question="Does the loss rise instead of falling?",
-        sees="The loss falls at first, turns, and ends far above its lowest point.",
-        means="Each step moves the weights further than the loss allows: it jumps over the valley it should walk "
-        "into, and the next gradient, larger still, pushes it further out. The learning rate is too high.",
-        measured=f"The median loss of the last tenth of the steps is above {RISE} times the lowest running median, by "
-        "more than its noise.",
-        example="Median loss of the last tenth 21.78: 3.68 times the lowest, 5.924 at step 4 (threshold 1.2); noise "
-        "1.233.",
-        source="a learning rate of 1.0, tests/review/fixtures/diverging, two CPU ranks",
-        remedy="A third of the learning rate, and a warm-up (training.warmup_steps) of a twentieth of the steps. "
-        "training.stop_on_divergence: true ends such a run by itself, with a checkpoint.",
-        brings="At least the lowest loss that was reached, and the time of the steps since then.",
-    ),
-    "frozen": Explanation(
-        question="Do the weights change at all?",
-        sees="The loss stays where it began, apart from noise.",
-        means="Nothing that the loss depends on is trained: no layer was chosen, all are frozen, or no token of the "
-        "rows counts for the loss.",
-        measured=f"The gradient norm is below {FROZEN_NORM:g}, or two evaluations give the same loss, or over at least "
-        f"{FROZEN_STEPS} steps the loss does not fall beyond its noise, with a learning rate above 0.",
-        example="Gradient norm 0, threshold 1e-08, over 80 losses at a learning rate of up to 0.003.",
-        source="tests/review/fixtures/frozen, two CPU ranks",
-        remedy="Check lora.target_modules and lora.modules_to_save. `finetune prepare` shows one row with the tokens "
-        "that count.",
-        brings="A run that trains.",
-    ),
-    "spikes": Explanation(
-        question="Do single steps disturb the training?",
-        sees="The loss curve has single high points, far above its neighbors.",
-        means="A few rows are very different from the rest (another language, broken text, a wrong answer). Their "
-        "gradient is large, and the update it causes spoils what other rows taught.",
-        measured="A loss counts as a spike if its modified Z-score (distance from the local median, by the usual "
-        f"distance) is above {SPIKE_Z:.0f}, it is at least {percent(SPIKE_HEIGHT)} above the trend, and beyond the "
-        f"tail of the noise. Reported from {SPIKES} on.",
-        example="Spikes at steps 43, 58, 66: modified Z-score above 7 against the trend, up to 31.8.",
-        source="random labels in three steps, tests/review/fixtures/spikes, two CPU ranks",
-        remedy="Look at the rows of these steps: each step of the plan has fixed rows. A lower training.max_grad_norm "
-        "limits what one step can do.",
-        brings="That many steps no longer disturb the others.",
-    ),
-    "clipping": Explanation(
-        question="Are nearly all gradients cut to the limit?",
-        sees="The gradient norm is above training.max_grad_norm in nearly every step, and the loss is unsteady.",
-        means="Clipping shortens a gradient that is longer than max_grad_norm, as a guard against rare accidents. If "
-        "it happens in every step, all steps have the same length, however far the goal is: the guard has become the "
-        "learning rate.",
-        measured=f"At least {percent(CLIPPED)} of the steps after warm-up are clipped, and the loss has spikes or "
-        f"rises to {CLIPPED_RISE} times its lowest level. Clipping without such harm is normal and not reported.",
-        example="No recorded run of this project meets it. With a learning rate of 0.1 and max_grad_norm 0.05 the demo "
-        "was clipped in 100 % of its steps, but its loss neither rose nor had spikes, so nothing was reported",
-        source="the demo on one CPU, 2026-11-26",
-        remedy="A third of the learning rate. If all gradients are large, a max_grad_norm of twice their median.",
-        brings="Steps that become shorter as the loss falls, and so a steadier curve.",
-    ),
-    "updates-lost": Explanation(
-        question="Are the updates too small for the type of the weights?",
-        sees="The loss falls more slowly than with the same settings in float32, or stops early.",
-        means="bfloat16 keeps two to three decimal digits. If an update is smaller than half the distance to the next "
-        "number that the type knows, adding it changes nothing: 1.00 + 0.001 is 1.00 again, in every step anew.",
-        measured="In a sample of the trained weights, the share with a gradient that an optimizer step leaves exactly "
-        f"as they were. Reported from {percent(UNCHANGED)} on in the median record; not for stochastic rounding, which "
-        "leaves most weights and moves the others further.",
-        example="In the median recorded step, 60 % of the sampled weights that have a gradient keep their value "
-        "(threshold 20 %). dtype bfloat16, training.master_weights none, learning rate 8.772e-08.",
-        source="tests/review/fixtures/updates-lost, one CPU rank",
-        remedy="training.master_weights: auto keeps a copy of the trained weights in float32, or rounds at random "
-        "where memory is short. A script loads the model with dtype=torch.float32 and sets bf16=True.",
-        brings="All weights learn from every step.",
-    ),
-    "overfitting": Explanation(
-        question="Does the model learn the rows by heart?",
-        sees="The training loss falls on, while the evaluation loss has turned and rises.",
-        means="After several passes over few rows the model remembers their wording. That helps with these rows only: "
-        "on others its answers become worse.",
-        measured=f"At the last {OVERFIT_LAST} evaluations the evaluation loss is at least {OVERFIT} times its minimum, "
-        "while the training loss has fallen since.",
-        example="The evaluation loss was lowest at step 20, 3.382, and is 1.44 times that (threshold 1.02), while the "
-        "training loss fell from 3.091 to 0.1959.",
-        source="tests/review/fixtures/overfitting, two CPU ranks",
-        remedy="End at the step with the lowest evaluation loss (training.max_steps), or keep its checkpoint: "
-        "training.load_best_model_at_end: true. More or more varied rows help most.",
-        brings="The lower evaluation loss, and the time of the steps after it.",
-    ),
-    "plateau": Explanation(
-        question="Is there nothing left to learn?",
-        sees="The second half of the loss curve is flat.",
-        means="The model has learned what these settings can teach it. Further steps cost time and change nothing.",
-        measured=f"In the last half the loss has not fallen beyond its noise, or by less than {percent(PLATEAU_FALL)} "
-        f"of the whole fall, while the learning rate is still above {percent(PLATEAU_RATE)} of its peak.",
-        example="The loss no longer falls: fell by 0.07891 in the last half, by 5.413 in all.",
-        source="the demo on one CPU, 208 of 260 steps, 2026-11-26",
-        remedy="End earlier (training.max_steps), or try a higher learning rate. If the loss is not good enough, the "
-        "rows or the model limit it, not the time.",
-        brings="About half of the time.",
-    ),
-    "too-slow": Explanation(
-        question="Did the run end too early?",
-        sees="The loss still falls steadily when the run ends.",
-        means="The steps were too few or too small to get to the bottom.",
-        measured=f"In the last tenth of a finished run the loss falls by more than {percent(SLOW_FALL)} of its whole "
-        f"fall, and fewer than {percent(SLOW_CLIPPED)} of the steps are clipped.",
-        example="In the last tenth of the steps the loss fell by 0.1686, 5.7 % of its whole fall (threshold 5.0 %); "
-        "0.0 % of the steps were clipped.",
-        source="60 steps of the demo at a learning rate of 1e-4 and a batch of 256, one CPU, 2026-11-26",
-        remedy="Twice the learning rate, or more steps: raise training.max_steps and resume "
-        "(training.resume_from_checkpoint: true).",
-        brings="About the same fall again for each further tenth, until the curve levels off.",
-    ),
-}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from finetune.config.batch import ranks_to_share_longer_rows
-from finetune.review.finding import Explanation, Finding, confidence, micro_batch, percent
+from finetune.review.finding import Finding, confidence, micro_batch, percent
 from finetune.review.run import Run
 from finetune.review.values import count
 
@@ -75,22 +75,3 @@ def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         confidence="high" if again else confidence(full or 0.0, FULL, 10),
         charts=("fullest", "allocator_retries", "reserved_of_rank"),
     )
-
-
-EXPLANATIONS = {
-    "memory-near-limit": Explanation(
-        question="Could the GPU run out of memory?",
-        sees="The run is slower at times, or ends with an out-of-memory error at some later step.",
-        means="A step needs memory for weights, gradients, the optimizer and the intermediate results of the longest "
-        "row. When the memory is nearly full, torch has to give back what it holds and ask again, which stops the GPU; "
-        "a longer row may find no room at all.",
-        measured="By what torch's allocator reserved on the fullest GPU: at least "
-        f"{percent(FULL)} of its memory, or one retry of the allocator.",
-        example="The fullest GPU: 94 % of its memory (threshold 92 %); 0 allocator retries (threshold 1). A longer row "
-        "can end the run.",
-        source="tests/review/fixtures/h200-memory, one H200, most of its memory taken on purpose",
-        remedy="Halve training.per_device_train_batch_size (accumulation follows, the result is the same), or set "
-        "training.gradient_checkpointing: true, which computes intermediate results twice instead of keeping them.",
-        brings="No stalls and no out-of-memory error. Checkpointing costs time: the forward pass is computed twice.",
-    ),
-}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from finetune.review.events import Series
-from finetune.review.finding import Explanation, Finding, number, percent
+from finetune.review.finding import Finding, number, percent
 from finetune.review.rules.learning import lower_rate
 from finetune.review.run import Run
 
@@ -75,27 +75,3 @@ def collapsed(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         confidence="high" if idle >= 1.5 * UNUSED or on_one >= ON_ONE else "medium",
         charts=("experts_unused", "expert_load_max"),
     )
-
-
-EXPLANATIONS = {
-    "collapsed-routing": Explanation(
-        question="Does a mixture of experts still use its experts?",
-        sees="The loss of a mixture of experts stops falling early, and most of its experts get no token.",
-        means="A router sends each token to the few experts with the highest scores. An expert that gets more tokens "
-        "learns more, so it scores higher still, and the others starve. A high learning rate, or training without a "
-        "load-balancing loss, sets that off: what remains is a small dense model in the memory of a large one.",
-        measured="The tokens of each expert are counted at every record, without padding. Reported if in the last "
-        f"{LAST_RECORDS} records (or the last tenth) {percent(UNUSED)} of the experts of all layers get none, although "
-        f"each would have {FEWEST_TOKENS:.0f} if they were used evenly, or {percent(ON_ONE)} of the tokens choose the "
-        "same expert in the mean layer.",
-        example="In the last records 70 % of the experts of all layers get no token (threshold 50 %; 3.1 % in the "
-        "first record), and 99 % of the tokens choose their layer's busiest expert (threshold 90 %, mean over "
-        "layers).",
-        source="a learning rate of 0.05 without the load-balancing loss, tests/review/fixtures/collapsed-routing, one "
-        "CPU rank",
-        remedy=f"Set training.router_aux_loss_coef: {COEFFICIENT}, lower the learning rate, and start from the "
-        "original weights: an expert without tokens gets no gradient. LoRA leaves the router as it is unless "
-        "lora.target_modules or modules_to_save names it.",
-        brings="A lower loss at the same step time, from the capacity of all experts.",
-    ),
-}

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from finetune.review.events import finite_median
-from finetune.review.finding import Explanation, Finding, confidence, duration, micro_batch, number, percent
+from finetune.review.finding import Finding, confidence, micro_batch, number, percent
 from finetune.review.rules import memory, ranks, straggler, timing
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, sequence
 from finetune.review.values import number as value_of
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
+from finetune.text import counted, duration
 
 DATA_WAIT = 0.10  # of the step; calibrated
 PADDING = 0.20  # of the positions
@@ -206,83 +206,3 @@ def _rarer(run: Run, share: float, whole: float) -> tuple[str, str]:
     rarer = max(min(RARER * every, run.steps or RARER * every), every + 1)
     gain = f"every {rarer} steps instead of every {every}: {percent(-part * (1 - every / rarer))} wall time"
     return f"training.{key}: {rarer}{fewer_rows}", gain
-
-
-EXPLANATIONS = {
-    "data-wait": Explanation(
-        question="Do the GPUs wait for rows?",
-        sees="GPU utilization is low, and the first part of each bar in the Review tab (data wait) is long.",
-        means="Rows are read, padded and copied by the processor while the GPU computes the step before. If that takes "
-        "longer than the step, the GPU has nothing to do until they arrive.",
-        measured="The time from the end of a step until the next one has its rows, as a share of the step. Reported "
-        f"from {percent(DATA_WAIT)} on, for the rank in the middle: if only one rank waits, it is a straggler.",
-        example="A step of 0.673 s waits 0.298 s for its rows: 44 % (threshold 10 %), with 0 loader processes.",
-        source="a loader slowed down on purpose, tests/review/fixtures/slow-loader, two CPU ranks",
-        remedy="Set training.dataloader_num_workers: 4, so that other processes prepare rows ahead of time. "
-        "`finetune prepare` tokenizes beforehand. Check that the disk is local.",
-        brings="The step becomes shorter by the wait: in the example from 0.673 s to 0.375 s.",
-    ),
-    "padding": Explanation(
-        question="How much of the computation is spent on padding?",
-        sees="Tokens per second are low although the GPU is busy.",
-        means="The rows of a micro-batch must have the same length, so shorter ones are filled up with padding tokens. "
-        "The GPU computes them like all others, and the result is thrown away.",
-        measured="Positions without a token, as a share of all positions that were computed. Reported from "
-        f"{percent(PADDING)} on.",
-        example="25 % of the positions that were computed hold no token (threshold 20 %).",
-        source="tests/review/fixtures/padding, two CPU ranks",
-        remedy="Set data.packing: true: rows of a fixed length are filled with whole documents, without attention "
-        "across them. If packing is on already, a larger data.pack_length leaves smaller gaps.",
-        brings="Up to 1 / (1 - padding) times the tokens/s: 1.33 times in the example. On an H200, a LoRA of 1.2 B ran "
-        "at 88,900 tokens/s packed and 49,300 padded.",
-    ),
-    "host-bound": Explanation(
-        question="Is the processor too slow for the GPU?",
-        sees="GPU utilization is far below 100 %, yet nothing waits for data or for other ranks. A faster GPU would "
-        "not help.",
-        means="A GPU does nothing by itself. For each small piece of work, such as one matrix product (a kernel), the "
-        "Python program on the processor (the host) sends an order, which takes some microseconds. A step consists of "
-        "thousands of these. Normally the host is ahead: orders queue up, and the GPU always finds the next one. If "
-        "the pieces are small (a small model, few tokens per pass), the GPU finishes each one before the next order "
-        "arrives, and waits for the host again and again.",
-        measured="Every logging.logging_steps steps the host waits until the GPU has finished. That wait is how far it "
-        f"was ahead. Reported if it is below {percent(HOST_LEAD)} of a step and a kernel runs less than "
-        f"{percent(UTILIZATION)} of the time (by NVML), unless data, communication or a slow rank explain it.",
-        example="Host lead 0.0 % of a step, GPU utilization 14 %, with a step of 0.11 s of a model with 190 M "
-        "parameters and documents of at most 64 tokens",
-        source="one H200, benchmarks/results/2026-11-23-dashboard-one-h200.json",
-        remedy="Give the GPU larger pieces: double training.per_device_train_batch_size (accumulation follows, the "
-        "result is the same), or set data.packing: true. training.torch_compile: true joins small kernels. "
-        "logging.profile_steps: 3 shows the gaps in a trace.",
-        brings="At most 1 / utilization times the speed. Twice the tokens per pass take about the same time until the "
-        "GPU is busy.",
-    ),
-    "small-batch": Explanation(
-        question="Does the micro-batch leave the GPU half empty?",
-        sees="Much GPU memory is free, and the dry run measured a faster micro-batch.",
-        means="The rows of a step are computed in micro-batches of training.per_device_train_batch_size, one after the "
-        "other. A GPU works on many rows at once for nearly the same time as on a few, so small micro-batches leave "
-        "most of it idle.",
-        measured=f"At most {percent(ROOM)} of the fullest GPU's memory is used, and tokens/s are below {percent(BEST)} "
-        "of the best micro-batch that the search before the run, or a dry run, measured.",
-        example="Micro-batches of 4 packs: 127,649 tokens/s; of 8 packs: 257,612, so 4 packs reach 50 % of the best",
-        source="the search for SmolLM2-135M, benchmarks/results/2026-11-26-fp8-quality.json",
-        remedy="Set training.per_device_train_batch_size to the size that the finding names: the fastest one, as far "
-        f"as it fills at most {percent(SAFE_MEMORY)} of the memory. The global batch and the result stay the same.",
-        brings="Up to the ratio of the two speeds: twice the tokens/s in the example.",
-    ),
-    "evaluation-share": Explanation(
-        question="How much time goes into evaluations and checkpoints?",
-        sees="The run takes longer than its steps: progress stands still at regular intervals.",
-        means="An evaluation computes the loss of all held-out rows, and may let the model answer prompts; a "
-        "checkpoint is written to disk. Training pauses meanwhile on all ranks.",
-        measured="Seconds of evaluation and saving, as a share of the wall time of training; of a resumed run, since "
-        f"then. Reported from {percent(EVALUATION)} on, if there were at least {REPEATED} pauses: a single "
-        "one cannot be made rarer.",
-        example="Evaluation and saving take 18.2 s of 35.7 s: 51 % (threshold 20 %), in 20 pauses.",
-        source="tests/review/fixtures/evaluation-too-often, two CPU ranks",
-        remedy=f"Raise training.eval_steps or training.save_steps, whichever takes longer: the finding names {RARER} "
-        "times the present value. Fewer held-out rows make each evaluation shorter.",
-        brings=f"{RARER} times as rare saves three quarters of that part: 38 % of the wall time in the example.",
-    ),
-}

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.review.finding import Explanation, Finding, confidence, duration, percent
+from finetune.review.finding import Finding, confidence, percent
 from finetune.review.ranks import Ranks
 from finetune.review.rules import timing
 from finetune.review.run import Run
+from finetune.text import duration
 
 THRESHOLD = 1.10  # own work by the median of the others'; calibrated on GPUs
 THRESHOLD_CPU = 1.30  # processes that share the cores of a CPU vary more; calibrated
@@ -179,26 +180,3 @@ def _against(values: np.ndarray, rank: int) -> tuple[float, float]:
         return np.nan, np.nan
     each = [float(np.nanmedian(column)) for column in others.T if np.isfinite(column).any()]
     return float(np.nanmedian(values[:, rank])), float(np.median(each))
-
-
-EXPLANATIONS = {
-    "straggler": Explanation(
-        question="Is one rank slower than the others?",
-        sees="All GPUs together are little faster than one. In the bars of the Review tab one rank has little "
-        "communication and the others much.",
-        means="Ranks train in lockstep: at the end of each backward pass they wait for the last one. So all have the "
-        "same step time, and a slow rank costs all of them. What differs is own work: the step minus the time in "
-        "which a rank only waits or exchanges gradients.",
-        measured="Own work of each rank, divided by the median of the others', in each record. A rank is reported from "
-        f"{THRESHOLD:.2f} times on ({THRESHOLD_CPU:.2f} on CPUs, which share cores), if it is behind in 80 % of the "
-        f"records and at least {percent(LOST)} of the step is lost.",
-        example="Own work of rank 1 (host host, GPU 1, NVIDIA H200) is 1.20 times the median of the others (threshold "
-        "1.10), and it is behind in at least 80 % of 5 records. Cause: its computation, mostly in its forward phase "
-        "(+65.3 ms). Its SM clock is 12 % lower (1672 MHz, the others 1898 MHz), which explains at most 63 % of the "
-        "delay and may follow from more work; its rows and loader are like the others'.",
-        source="a rank slowed down on purpose, tests/review/fixtures/h200-slow-rank, two H200s",
-        remedy="The finding names the cause where it is known: the rank's loader, its rows, its clocks, or another "
-        "process on its GPU. Otherwise run `finetune doctor` on that host.",
-        brings="The step shrinks to about the own work of the others: in the example from 0.316 s to 0.26 s.",
-    ),
-}

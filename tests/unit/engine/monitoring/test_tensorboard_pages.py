@@ -5,11 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 import markdown
-import numpy as np
 import pytest
 
 from finetune.engine.monitoring import tensorboard_pages
-from finetune.engine.monitoring.monitor import RankRecord
 
 HOSTILE = [
     "a | b\nc", "<script>alert(1)</script>", "**bold** _it_ `code`", "[x](javascript:1)", "![x](http://h/x.png)",
@@ -89,50 +87,14 @@ def test_the_configuration_page_begins_with_what_was_set() -> None:
     assert page.index("learning") < page.index("Defaults") < page.index("seed")
 
 
-def test_hparams_begin_with_the_learning_rate() -> None:
-    """TensorBoard sorts the columns by name and shows another name, if there is one."""
+def test_a_run_in_hparams() -> None:
     from tensorboard.plugins.hparams import metadata
 
-    first = {"learning rate": 1e-3, "rank": 8, "batch": 16, "epochs": 2.5}
-    experiment, begin = tensorboard_pages.hyperparameters(
-        first, {"GPU": "x", "data.max_length": 8, "lora": None, "a": True}
-    )
+    given = {"learning rate": 1e-3, "GPU": "x", "data.max_length": 8, "lora": None, "a": True}
+    experiment, begin = tensorboard_pages.hyperparameters(given)
     columns = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content).hparam_infos
-    shown = [column.display_name or column.name for column in sorted(columns, key=lambda one: one.name)]
-    assert shown == [*first, "GPU", "a", "data.max_length"]
     values = metadata.parse_session_start_info_plugin_data(begin.value[0].metadata.plugin_data.content).hparams
-    assert values.keys() == {column.name for column in columns}
-    assert [values[name].number_value for name in sorted(values)[:4]] == list(first.values())
-
-
-def test_a_run_ends_in_hparams_with_its_status() -> None:
-    from tensorboard.plugins.hparams import metadata
-
-    status = [
-        metadata.parse_session_end_info_plugin_data(
-            tensorboard_pages.session_end(succeeded=succeeded).value[0].metadata.plugin_data.content
-        ).status
-        for succeeded in (True, False)
-    ]
-    assert status == [1, 2]  # tensorboard/plugins/hparams/api.proto: STATUS_SUCCESS, STATUS_FAILURE
-
-
-def rank(number: int, **phases: float) -> RankRecord:
-    seconds = dict.fromkeys(("data_wait", "forward", "backward", "communication", "optimizer", "other"), 0.0) | phases
-    return RankRecord(
-        rank=number, step=sum(seconds.values()), **seconds, own_work=None, wait=0.0, peak_gib=1.0, reserved_gib=None,
-        allocator_retries=0, tokens=1, squared_lengths=1, gpu=None,
-    )  # fmt: skip
-
-
-def test_bars_are_as_long_as_the_phases() -> None:
-    picture = tensorboard_pages.timeline([rank(0, forward=3.0, backward=1.0), rank(1, data_wait=4.0)])
-    assert picture.dtype == np.uint8 and picture.shape[2] == 3
-
-    def pixels(name: str, row: int) -> int:
-        color = [int(tensorboard_pages.COLORS[name][place : place + 2], 16) for place in (1, 3, 5)]
-        line = picture[12 + 40 * row + 14]
-        return int((line == color).all(axis=1).sum())
-
-    assert pixels("forward", 0) == pytest.approx(525, abs=2) and pixels("backward", 0) == pytest.approx(175, abs=2)
-    assert pixels("data_wait", 1) == pytest.approx(700, abs=2) and pixels("forward", 1) == 0
+    assert values.keys() == {column.name for column in columns} == given.keys() - {"lora"}
+    assert values["data.max_length"].number_value == 8 and values["a"].string_value == "True"
+    end = tensorboard_pages.session_end().value[0].metadata.plugin_data.content
+    assert metadata.parse_session_end_info_plugin_data(end).status == 1  # STATUS_SUCCESS
