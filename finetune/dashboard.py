@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import hashlib
 import io
-import json
 import logging
 import threading
-import urllib.parse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.options import Options
-from finetune.runtime.tags import tag
+from finetune.text import counted
 
 PURPOSE = (
     "Start TensorBoard on all runs below FOLDER (default: outputs), and print the link to the review. Ctrl-C ends it."
 )
 FOLDER = "outputs"
 LOOPBACK = "localhost"
-PINNED = ("loss", "eval_loss", "tokens_per_gpu", "step_seconds")  # what a user asks first: is it learning, is it fast
-
-# TensorBoard smooths its charts and leaves outliers out of their axes, so the end of a curve is not the value that was
-# written. What its address says comes before what the browser stored, and the part behind "#" stays from tab to tab.
-# Outliers are a setting of the browser alone: it is set once, and what the user chooses later stays.
-_SCRIPT = """
-if (!localStorage.getItem("finetune")) {
-  let settings = {};
-  try { settings = JSON.parse(localStorage.getItem("_tb_global_settings")) ?? {}; } catch {}
-  localStorage.setItem("_tb_global_settings", JSON.stringify({...settings, ignoreOutliers: false}));
-  localStorage.setItem("_ignoreYOutliers", "false");
-  localStorage.setItem("finetune", "outliers are shown");
-}
-const tab = location.hash || "#finetune";
-location.replace(location.pathname + %s + tab + (tab.includes("_smoothingWeight") ? "" : "&_smoothingWeight=0"));
-"""
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{digest}'">
-<title>TensorBoard</title>
-<noscript>TensorBoard needs JavaScript.</noscript>
-<script>{script}</script>
-</html>
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,9 +47,7 @@ def _run(argv: list[str]) -> int:
         raise UserError(f"no run below this folder: {options.folder}. Give the output_dir of a run, or a folder above.")
     address = start(options.folder, options.host, options.port)
     found = {"folder": str(options.folder), "runs": len(runs), **links(address)}
-    print_line(
-        f"TensorBoard on {len(runs)} {'run' if len(runs) == 1 else 'runs'} below {options.folder}. Ctrl-C ends it."
-    )
+    print_line(f"TensorBoard on {counted(len(runs), 'run')} below {options.folder}. Ctrl-C ends it.")
     print_line(f"  review: {found['review']}")
     print_line(f"  charts: {found['charts']}")
     if options.json:
@@ -90,34 +57,12 @@ def _run(argv: list[str]) -> int:
 
 
 def links(address: str) -> dict[str, str]:
-    """Addresses of the Review tab and of the time series.
+    """Addresses of the Review tab and of the time series, whose curves are not smoothed.
 
     Args:
         address: of TensorBoard, such as http://localhost:6006/.
     """
-    return {"review": f"{address}#finetune", "charts": f"{address}#timeseries"}
-
-
-def start_page() -> str:
-    """What TensorBoard's plain address shows first: it goes on at once to the tab that was asked for (Review if none
-    was), without smoothing, with outliers and with the first charts pinned."""
-    cards = [{"plugin": "scalars", "tag": tag(name)} for name in PINNED]
-    pinned = urllib.parse.quote(json.dumps(cards, separators=(",", ":")), safe="")  # "+" would not become a space again
-    script = _SCRIPT % json.dumps(f"?smoothing=0&pinnedCards={pinned}")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _PAGE.format(digest=digest, script=script)
-
-
-def beginning(app: Callable[..., Any]) -> Callable[..., Any]:
-    """TensorBoard's WSGI application with the start page before its own."""
-
-    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        if environ.get("PATH_INFO") not in ("", "/") or environ.get("QUERY_STRING"):
-            return app(environ, start_response)
-        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), ("Cache-Control", "no-cache")])
-        return [start_page().encode()]
-
-    return serve
+    return {"review": f"{address}#finetune", "charts": f"{address}?smoothing=0#timeseries"}
 
 
 def start(folder: Path, host: str, port: int | None) -> str:
@@ -133,7 +78,7 @@ def start(folder: Path, host: str, port: int | None) -> str:
     # Tabs have the order of the plugins, and the last ones do not fit a window of 1280 pixels. The first plugin is
     # TensorBoard itself. Ours is missing if it runs from a source folder that is not installed.
     core, *others = (plugin for plugin in default.get_plugins() if plugin is not ReviewPlugin)
-    server = program.TensorBoard(plugins=[core, ReviewPlugin, *others], server_class=_server)
+    server = program.TensorBoard(plugins=[core, ReviewPlugin, *others])
     chosen = {} if port is None else {"port": port}
     server.configure(argv=("tensorboard",), logdir=str(folder), host=host, **chosen)
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -144,12 +89,6 @@ def start(folder: Path, host: str, port: int | None) -> str:
         raise RunError(f"port in use: {port}. Give another with --port, or leave --port out.") from None
     except (program.TensorBoardServerException, OSError) as error:  # a host that has another name, a port below 1024
         raise RunError(f"TensorBoard cannot listen on host {host}: {error}. Check --host and --port.") from None
-
-
-def _server(app: Callable[..., Any], flags: Any) -> Any:
-    from tensorboard import program
-
-    return program.create_port_scanning_werkzeug_server(beginning(app), flags)
 
 
 def _port(text: str) -> int:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.runtime.machine import nccl
 from finetune.runtime.machine.hardware import Hardware, survey
 from finetune.runtime.ranks import distributed, multinode, process_group
 from finetune.runtime.types import JsonObject
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
-MIB = 2**20
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB .. 256 MiB
-MOST_ON_CPU = 16 * MIB  # larger sizes on gloo take long and show nothing new
+MOST_ON_CPU = 16 * 2**20  # larger sizes on gloo take long and show nothing new
 
 
 def measure(
@@ -28,7 +25,6 @@ def measure(
     environment: Mapping[str, str] | None = None,
     *,
     warm_up: int = WARM_UP,
-    collectives: Sequence[str] = COLLECTIVES,
     machine: Hardware | None = None,
 ) -> JsonObject:
     """Start `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
@@ -49,7 +45,7 @@ def measure(
     """
     machine = machine or survey()
     check_world(world_size, machine)
-    request = _request(sizes, machine, runs, steps, warm_up, collectives)
+    request = _request(sizes, machine, runs, steps, warm_up)
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     return _complete(found, world_size, machine, environment)
@@ -58,23 +54,21 @@ def measure(
 def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObject:
     """`measure`, by the ranks that a launcher has started on several machines; every rank calls it and gets the result,
     which has `hosts` and `machines` as well."""
-    from finetune.bench import comm_rank, rank
+    from finetune.bench import comm_rank
 
-    rank.choose_device()
-    process_group.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
+    comm_rank.choose_device()
+    process_group.start(cpu=not comm_rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
     world_size, machine = distributed.ranks().world_size, survey()
-    request = _request(sizes, machine, runs, steps, WARM_UP, COLLECTIVES)
+    request = _request(sizes, machine, runs, steps, WARM_UP)
     found = comm_rank.measure(request | {"progress": False})
     hosts = multinode.hosts()
     process_group.finish()
     return _complete(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
 
 
-def _request(
-    sizes: Sequence[int] | None, machine: Hardware, runs: int, steps: int, warm_up: int, collectives: Sequence[str]
-) -> JsonObject:
+def _request(sizes: Sequence[int] | None, machine: Hardware, runs: int, steps: int, warm_up: int) -> JsonObject:
     """The input of `comm_rank.measure`."""
-    measured = {"runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
+    measured = {"runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(COLLECTIVES)}
     return measured | {"sizes": list(sizes or default_sizes(machine))}
 
 
@@ -136,46 +130,3 @@ def communication_environment(environment: Mapping[str, str] | None) -> dict[str
 def show(environment: Mapping[str, str]) -> str:
     """NAME=VALUE pairs, separated by spaces."""
     return " ".join(f"{name}={value}" for name, value in environment.items())
-
-
-# --- NCCL settings to compare ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A set of NCCL variables to try, and the collectives that it affects."""
-
-    name: str
-    environment: dict[str, str]
-    collectives: tuple[str, ...] = COLLECTIVES
-
-
-def variants(machine: Hardware) -> tuple[Variant, ...]:
-    """Settings worth trying on this topology, those of `nccl.recommend_settings` first, all without NVLink multicast.
-
-    Raises:
-        UserError: this machine has fewer than two GPUs.
-    """
-    links = machine.links or ()
-    if machine.device != "cuda" or not links:
-        raise UserError(
-            "--settings compares NCCL settings and needs several GPUs: this machine has "
-            + ("one GPU. " if machine.device == "cuda" else "no GPU. ")
-            + "Remove --settings to measure without them."
-        )
-    base = {one.name: one.value for one in nccl.recommend_settings(machine)}
-    found = [Variant(name="as advised", environment=base)]
-    if any(link.peer_access for link in links):
-        found.append(Variant(name="peer access off", environment=base | {"NCCL_P2P_DISABLE": "1"}))
-    elif "NCCL_P2P_DISABLE" in base:
-        found.append(Variant(name="peer access left to NCCL", environment=base | {"NCCL_P2P_DISABLE": "0"}))
-    found.append(Variant(name="Ring", environment=base | {"NCCL_ALGO": "Ring"}))
-    # NCCL implements Tree for all-reduce only; other collectives would fail.
-    found.append(Variant(name="Tree", environment=base | {"NCCL_ALGO": "Tree"}, collectives=("all_reduce",)))
-    found.append(Variant(name="Simple", environment=base | {"NCCL_PROTO": "Simple"}))
-    found.append(Variant(name="LL", environment=base | {"NCCL_PROTO": "LL"}))
-    if all(link.nvlinks for link in links):  # elsewhere LL128 "can lead to data corruption" (NCCL_PROTO in its manual)
-        found.append(Variant(name="LL128", environment=base | {"NCCL_PROTO": "LL128"}))
-    for size in (MIB, 32 * MIB):  # NCCL's default is 4 MiB
-        found.append(Variant(name=f"buffer {size // MIB} MiB", environment=base | {"NCCL_BUFFSIZE": str(size)}))
-    return tuple(found)

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def own_options() -> Options:
     """The options of `bench comm`."""
-    found = Options(f"bench {COMM}", PURPOSE, notes=NOTES)
+    found = Options(f"bench {COMM}", PURPOSE, notes=NOTES, configuration=False)
     default = "2, 4 and 8, up to the number of GPUs"
     found.add("--world-sizes", counts, "2,4", f"world sizes, with NCCL on GPUs and gloo on a CPU (default: {default})")
     repeated = "number of runs; the confidence interval is over their means"
@@ -29,7 +29,6 @@ def own_options() -> Options:
     measured = f"measured steps per run, after {WARM_UP} warm-up steps"
     found.add("--steps", count, "N", f"{measured} (default: %(default)s)", MEASURED)
     found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB, or to 16 MiB on a CPU)")
-    found.add_switch("--settings", "compare the NCCL settings that matter on this topology, each in new processes")
     return found
 
 
@@ -37,18 +36,18 @@ def run(argv: list[str]) -> int:
     """Measure, print and write; after each measurement, so that a later failure loses nothing.
 
     Raises:
-        UserError: bad options, configuration or data.
+        UserError: bad options.
         RunError: a rank failed.
     """
     if not argv or argv[0] != COMM:
         given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark given"
         raise UserError(f"{given}. There is one: `finetune bench {COMM}`.")
-    options, rest = own_options().split(argv[1:])
+    options, _ = own_options().split(argv[1:])
     from finetune.bench import comm_report
     from finetune.runtime.files import write_json
     from finetune.runtime.ranks import distributed
 
-    for result in comm_report.run(options, rest):
+    for result in comm_report.run(options):
         if options.json and distributed.ranks().is_main:
             write_json(options.json, result)
     return DONE

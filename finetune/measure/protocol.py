@@ -60,11 +60,6 @@ def summarize(runs: Sequence[Sequence[float]]) -> Summary:
     )
 
 
-def intervals_disjoint(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    """Whether two intervals (low, high) are disjoint. False if one is None (a single run has no interval)."""
-    return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
-
-
 def without_outliers(values: Sequence[float]) -> list[float]:
     """The values with a modified Z-score of at most MOST_Z, in their order."""
     return [value for value, z in zip(values, modified_z(values), strict=True) if abs(z) <= MOST_Z]

@@ -51,14 +51,14 @@ def test_a_whole_curve_is_kept_for_the_scores_of_runs(tmp_path: Path) -> None:
 DIES = """
 import os, signal
 from finetune.runtime.ranks import distributed
-from finetune.bench import rank
+from finetune.bench import comm_rank
 
 def measure(request):
     if distributed.ranks().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    rank.barrier()
+    comm_rank.barrier()
 
-raise SystemExit(rank.run_rank(measure))
+raise SystemExit(comm_rank.run_rank(measure))
 """
 
 

@@ -53,7 +53,6 @@ def offered(script: Path, *words: str) -> list[str]:
         (("prepare", "--dry"), []),
         (("advise", "--price"), ["--price-per-gpu-hour"]),
         (("bench", "co"), ["comm"]),
-        (("bench", "comm", "--data.packi"), ["--data.packing"]),
     ],
 )
 def test_bash_completes(script: Path, words: tuple[str, ...], expected: list[str]) -> None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.progress import Progress, ProgressColumn, Task
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from transformers import TrainerState
 
 from finetune.runtime.command import printable
@@ -35,8 +31,11 @@ class ProgressLines:
         self._first: tuple[int, float] | None = None  # the first step done here, which compiles, and when it ended
         self._done = start_step
         if console.is_terminal:
-            self._bar = Progress(_LineColumn(), console=console)
-            self._task = self._bar.add_task("training", total=total, completed=start_step, times="", figures=())
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"))
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task(
+                "training", total=total, completed=start_step, steps=f"{start_step}/{total}"
+            )
             self._bar.start()
 
     def step(self, state: TrainerState) -> None:
@@ -45,7 +44,9 @@ class ProgressLines:
         if self._first is None:
             self._first = state.global_step, time.monotonic()
         if self._bar:
-            self._bar.update(self._task, completed=state.global_step, times=self.times())
+            left = self.times().rpartition(", ")[2]
+            steps = f"{state.global_step}/{self._total} {left}"
+            self._bar.update(self._task, completed=state.global_step, steps=steps)
 
     def times(self) -> str:
         """`elapsed 0:01:10, remaining 0:05:00`: evaluations and checkpoints so far are part of the pace. Without an
@@ -65,8 +66,8 @@ class ProgressLines:
         if per_gpu is not None:
             parts.append(f"{per_gpu:,.0f} tokens/s per device")
         if self._bar:
-            short = [parts[0]] if per_gpu is None else [parts[0], f"{per_gpu:,.0f} tok/s"]
-            self._bar.update(self._task, figures=(", ".join(parts), ", ".join(short), parts[0]))
+            speed = [] if per_gpu is None else [f"{per_gpu:,.0f} tok/s"]
+            self._bar.update(self._task, description=", ".join([parts[0], *speed]))
         if self._lines:
             self.line(state, f"{', '.join(parts)}, {self.times()}")
 
@@ -87,56 +88,6 @@ class ProgressLines:
         if self._bar:
             self._bar.stop()
             self._bar = None
-
-
-class _LineColumn(ProgressColumn):
-    """The line of a progress bar in whatever width there is. The step count is the last thing to drop: first the
-    figures become shorter, then the bar, the time so far and the figures go."""
-
-    max_refresh = None
-
-    def render(self, task: Task) -> _FittedLine:
-        return _FittedLine(task)
-
-
-class _FittedLine:
-    """A task's line, as much of it as fits."""
-
-    BAR, SHORTEST_BAR = 40, 10
-
-    def __init__(self, task: Task) -> None:
-        figures = task.fields["figures"] or (task.description,)
-        times = task.fields["times"]
-        left = times[max(times.find("remaining"), 0) :]
-        steps = f"{int(task.completed)}/{int(task.total or 0)}"
-        self._task = task
-        # (what stands before the bar, what follows it), from the longest to the shortest
-        self._forms = [
-            *((one, f"{steps} {times}".rstrip()) for one in figures),
-            *((one, f"{steps} {left}".rstrip()) for one in figures),
-            (figures[-1], steps),
-            ("", steps),
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        for before, after in self._forms:
-            room = width - len(before) - len(after) - 2 * bool(before)
-            if room >= self.SHORTEST_BAR:
-                grid = Table.grid(padding=(0, 1))
-                bar = ProgressBar(total=self._task.total, completed=self._task.completed, width=min(room, self.BAR))
-                grid.add_row(*([Text(before)] if before else []), bar, Text(after))
-                yield grid
-                return
-        for before, after in self._forms:
-            line = f"{before} {after}".strip()
-            if len(line) <= width:
-                yield Text(line)
-                return
-        yield Text(self._forms[-1][1], overflow="crop", no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(len(self._forms[-1][1]), options.max_width), options.max_width)
 
 
 _LONGEST = 86_400 * 999_999_999  # seconds of a timedelta

@@ -71,10 +71,9 @@ def test_the_first_failure_is_reported(said: str, kind: type, words: str) -> Non
         (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
         (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
-        (["comm", "--settings"], "has no GPU"),
         (["step"], "unknown benchmark: `step`"),
         (["comm", "--size", "4096"], "unknown option: `--size`"),
-        (["comm", "--training.learing_rate", "1"], "learning_rate"),
+        (["comm", "--training.learning_rate", "1"], "training.learning_rate"),
         (["comm", "--world-sizes"], "expected one argument"),
     ],
 )

@@ -90,10 +90,3 @@ def test_at_least_half_of_the_values_stay(values: list[float]) -> None:
     kept = protocol.without_outliers(values)
     assert len(kept) >= len(values) / 2
     assert np.median(values) >= min(kept) and np.median(values) <= max(kept)
-
-
-def test_intervals_that_touch_tell_nothing() -> None:
-    disjoint = protocol.intervals_disjoint
-    assert disjoint((1.0, 2.0), (2.1, 3.0)) and disjoint((2.1, 3.0), (1.0, 2.0))
-    assert not disjoint((1.0, 2.0), (2.0, 3.0)) and not disjoint((1.0, 4.0), (2.0, 3.0))
-    assert not disjoint(None, (2.0, 3.0)) and not disjoint((2.0, 3.0), None)  # a single run

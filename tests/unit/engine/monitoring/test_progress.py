@@ -73,7 +73,7 @@ def test_a_terminal_labels_the_times_and_keeps_evaluations_as_lines(clock: Clock
     lines.line(at(20), "held-out loss 1.4")
     lines.close()
     shown = file.getvalue()
-    assert "10/100 elapsed 0:00:09, remaining 0:01:30" in shown
+    assert "10/100 remaining 0:01:30" in shown
     assert "step 10/100: held-out loss 1.6" in shown and "step 20/100: held-out loss 1.4" in shown
 
 
@@ -90,20 +90,8 @@ def test_a_terminal_keeps_past_records_if_asked_for(clock: Clock, lines: bool) -
     assert "loss 1.2500 ━" in shown  # the bar has the last one in any case
 
 
-@pytest.mark.parametrize(
-    "width, expected",
-    [
-        (160, "loss 6.3299, gradient norm 2.933, 1,279 tokens/s per device # 10/24 elapsed 0:00:03, remaining 0:00:05"),
-        (100, "loss 6.3299, 1,279 tok/s # 10/24 elapsed 0:00:03, remaining 0:00:05"),
-        (80, "loss 6.3299, 1,279 tok/s # 10/24 elapsed 0:00:03, remaining 0:00:05"),
-        (60, "loss 6.3299, 1,279 tok/s # 10/24 remaining 0:00:05"),
-        (30, "loss 6.3299 # 10/24"),
-        (18, "# 10/24"),
-        (14, "10/24"),
-        (5, "10/24"),
-    ],
-)
-def test_the_step_count_is_the_last_to_drop(clock: Clock, width: int, expected: str) -> None:
+@pytest.mark.parametrize("width", [160, 100, 80, 60])
+def test_a_usual_terminal_shows_the_whole_line(clock: Clock, width: int) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, color_system=None)
     lines = ProgressLines(console, 24)
@@ -114,6 +102,4 @@ def test_the_step_count_is_the_last_to_drop(clock: Clock, width: int, expected: 
     lines.close()
     shown = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", file.getvalue())) if line]
     assert all(len(line) <= width for line in shown)
-    found = " ".join(shown[-1].replace("━", " ").replace("╸", " ").split())
-    assert found == " ".join(expected.replace("#", " ").split())
-    assert ("━" in shown[-1]) == ("#" in expected)
+    assert re.fullmatch(r"loss 6\.3299, 1,279 tok/s [━╸╺ ]+ 10/24 remaining 0:00:05 *", shown[-1])

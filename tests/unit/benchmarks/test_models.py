@@ -1,4 +1,4 @@
-"""Tests of finetune/bench/gradients.py."""
+"""Tests of benchmarks/models.py."""
 
 from __future__ import annotations
 
