@@ -42,6 +42,7 @@ def test_every_rule_is_explained() -> None:
         ("memory-near-limit", (percent(memory.FULL),)),
         ("diverging", (str(learning.RISE),)),
         ("spikes", (f"{learning.SPIKE_Z:.0f}", percent(learning.SPIKE_HEIGHT), f"{learning.SPIKES} on")),
+        ("clipping", (percent(learning.CLIPPED), str(learning.CLIPPED_RISE))),
         ("collapsed-routing", (percent(routing.UNUSED), percent(routing.ON_ONE), f"{routing.FEWEST_TOKENS:.0f}")),
         ("frozen", (f"{learning.FROZEN_NORM:g}", f"{learning.FROZEN_STEPS} steps")),
         ("updates-lost", (percent(learning.UNCHANGED),)),

@@ -480,7 +480,10 @@ def test_a_loss_that_ends_not_finite_is_not_its_last_finite_value(tmp_path: Path
 
 
 def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: Path) -> None:
-    make_run(tmp_path / "slow", slow={1: {"forward": 0.4}}, by_rank={1: {"peak_gib": 60.0}})
+    search = {"micro_batch_search": {"attempts": [{"per_device": 16, "tokens_per_second": 1000.0}]}}
+    small = {"by_rank": {rank: {"reserved_gib": 20.0} for rank in (0, 1)}, "record": search}  # a note
+    small["series"] = {"tokens_per_gpu": ([50, 100, 200], [500.0] * 3)}
+    make_run(tmp_path / "slow", slow={1: {"forward": 0.4}}, **small)
     make_run(tmp_path / "healthy")
     healthy, slow = review([tmp_path / "healthy", tmp_path / "slow"]).to_dict()["runs"]
     assert healthy["change_first"] is None

@@ -53,6 +53,8 @@ def routed(
     return run(series={name: (steps, values) for name, values in series.items()}, record={"experts": experts})
 
 
+CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
+FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
 SLOW_STEP = {"data_wait": 0.1}
 HOST_BOUND = {rank: {"wait": 0.048} for rank in range(2)}
 IDLE = {rank: {"utilization": 0.7} for rank in range(2)}
@@ -115,6 +117,11 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(series={"gradient_norm": ([1, 2, 3], [0.0, 9e-9, 0.0])}),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200)),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.5, 40), series=evaluation(5.9, 5.9, 5.9)),
+    ],
+    "clipping": [
+        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]), series=CLIPPED),
+        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}),
+                    series=CLIPPED | {"gradient_norm": (list(range(1, 201)), [20.0] * 200)}),
     ],
     "overfitting": [lambda: run(series=evaluation(1.5, 1.0, 1.021, 1.03)), lambda: run(series=evaluation(1, 2, 3))],
     "leak": [lambda: run(record={"ledger": {"eval": {"rows_read": 50, "leaked": {"rows": 1, "first": None}}}})],
@@ -190,6 +197,13 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.9, 200)),  # too noisy to tell
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 90)),  # too short
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200), series=evaluation(6.0, 5.99, 5.98)),
+    ],
+    "clipping": [
+        lambda: run(series=CLIPPED),  # without harm
+        lambda: run(loss=changed(losses(), {90: 0.5}), series=CLIPPED),  # a single spike
+        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}), series=CLIPPED),  # spikes, whose advice is better
+        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]),
+                    series={"clipped": ([100, 200], [0.88, 0.88])}),
     ],
     "overfitting": [
         lambda: run(series=evaluation(1.5, 1.0, 1.019, 1.019)),
@@ -479,6 +493,7 @@ def test_what_spoils_the_result_comes_before_what_costs_time() -> None:
 def test_shares_that_the_fixtures_calibrate_are_what_the_rules_compare() -> None:
     assert straggler.value(run(slow={1: {"forward": 0.49}})) == pytest.approx(1.5)
     assert speed.host_lead(run()) == pytest.approx(0.5)
+    assert learning.clipped_share(run(series=CLIPPED)) == 1.0
 
 
 def test_divergence_of_a_running_run() -> None:

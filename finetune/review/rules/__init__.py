@@ -18,6 +18,7 @@ RULES: dict[str, Rule] = {
     "diverging": learning.diverging,
     "frozen": learning.frozen,
     "spikes": learning.spikes,
+    "clipping": learning.clipping,
     "updates-lost": learning.updates_lost,
     "collapsed-routing": routing.collapsed,
     "overfitting": learning.overfitting,

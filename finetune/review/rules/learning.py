@@ -31,6 +31,10 @@ FROZEN_NORM = 1e-8
 FROZEN_STEPS = 100
 FROZEN_ERROR = 0.001  # of the loss: only if its noise would have shown a fall of 0.3 %
 FROZEN_EVALUATION = 1e-5  # relative change of the evaluation loss, which has no sampling noise
+CLIPPED = 0.90  # of the steps after warm-up; calibrated
+CLIPPED_RISE = 1.05  # last tenth by the least running median; from RISE on, the run diverges
+CLIPPED_STEPS = 50
+CLIPPED_FAR = 10.0  # gradient norm by max_grad_norm: then clipping, not single rows, shapes the run
 UNCHANGED = 0.20  # of the trained weights; calibrated, and the least that is worth a warning
 OVERFIT = 1.02  # evaluation loss by its minimum; calibrated
 OVERFIT_LAST = 2  # evaluations in a row
@@ -177,7 +181,7 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Two or more losses with a modified Z-score above 7 against the trend: the dual-GPU study's 3.5, doubled because
     a run has thousands of points; each at least 10 % above the trend, and beyond the tail of the noise."""
     found, score = spike_steps(run)
-    if len(found) < SPIKES or diverging(run) is not None:
+    if len(found) < SPIKES or diverging(run) is not None or _clipped_far(run):
         return None
     total, most = max(len(losses(run)), 1), _max_norm(run)
     return Finding(
@@ -249,6 +253,46 @@ def _same_evaluations(run: Run) -> tuple[float, float] | None:
         return None
     change = float(values.max() - values.min()) / float(np.median(values))
     return (float(values[-1]), change) if change <= FROZEN_EVALUATION else None
+
+
+def clipped_share(run: Run) -> float | None:
+    """Share of the steps after warm-up whose gradient was clipped."""
+    series = run.series("clipped").finite()
+    if len(series):
+        later = series.after(_warm_up(run))
+        return float(np.mean((later if len(later) else series).values))
+    if (share := run.number("clipped_fraction")) is not None:
+        return share
+    norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
+    return float(np.mean(norms.values > most)) if len(norms) and most else None
+
+
+def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """At least 90 % of the steps after warm-up are clipped, and the loss has spikes or rises. Calibrated. `diverging`
+    has precedence, and `spikes` as well unless gradients are ten times max_grad_norm."""
+    share = clipped_share(run)
+    if share is None or share < CLIPPED or diverging(run) is not None or spikes(run) is not None:
+        return None
+    found, (spiky, _) = rise(run), spike_steps(run)
+    rises = found is not None and len(losses(run)) >= CLIPPED_STEPS and found.is_above(CLIPPED_RISE)
+    if len(spiky) < SPIKES and not rises:
+        return None
+    norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
+    usual = float(np.median(norms.values)) if len(norms) else math.nan
+    height = number(found.last - found.least) if found is not None else "0"
+    course = f"spikes at {named(spiky)}" if len(spiky) >= SPIKES else f"the loss rose by {height}"
+    return Finding(
+        rule="clipping",
+        headline="Nearly all gradients are clipped",
+        figures=(f"{percent(share)} of the steps", course),
+        evidence=f"{percent(share)} of the steps after warm-up are clipped (threshold {percent(CLIPPED)}): median "
+        f"gradient norm {number(usual)}, training.max_grad_norm {number(most) if most else 'not recorded'}; {course}.",
+        advice=f"{lower_rate(run)}"
+        + (f"; training.max_grad_norm: {number(2 * usual)}" if math.isfinite(usual) else ""),
+        gain=f"{percent(share)} of the steps keep the size of their gradient",
+        confidence="medium",
+        charts=("clipped", "gradient_norm", "loss"),
+    )
 
 
 def unchanged(run: Run) -> float | None:
@@ -323,6 +367,20 @@ def _loss_around(series: Series, step: int) -> float | None:
     before = series.values[series.steps <= step]
     width = max(5, len(series) // 10)
     return float(np.median(before[-width:])) if len(before) else (series.values[0] if len(series) else None)
+
+
+def _clipped_far(run: Run) -> bool:
+    """Whether nearly all gradients are clipped, and by a factor that single rows do not explain."""
+    share, most = clipped_share(run), _max_norm(run)
+    norms = run.series("gradient_norm").finite().after(_warm_up(run))
+    far = bool(most) and len(norms) > 0 and float(np.median(norms.values)) >= CLIPPED_FAR * (most or 1.0)
+    return far and share is not None and share >= CLIPPED
+
+
+def _warm_up(run: Run) -> int:
+    """Steps of the learning rate's warm-up, at least those of the machine's."""
+    asked = run.number("config.training.warmup_steps") or 0.0
+    return max(int(asked if asked >= 1 else asked * (run.steps or 0)), run.warm_up)
 
 
 def _max_norm(run: Run) -> float | None:
