@@ -7,10 +7,11 @@ value of all healthy fixtures, which tests/review recomputes. explanations.md is
 
 import functools
 import re
-from importlib import resources
+from pathlib import Path
 
 from finetune.review.finding import Explanation, Rule
 from finetune.review.rules import data, hang, learning, memory, ranks, routing, speed, straggler
+from finetune.runtime import files
 
 RULES: dict[str, Rule] = {
     "hang": hang.check,
@@ -41,7 +42,7 @@ RULES: dict[str, Rule] = {
 def explanations() -> dict[str, Explanation]:
     """What users read of each rule, by its name: `explanations.md`, in which each has a heading, a question and a list
     of parts."""
-    page = resources.files(__name__).joinpath("explanations.md").read_text(encoding="utf-8")
+    page = files.read_text(Path(__file__).with_name("explanations.md"))
     found = {}
     for name, question, parts in re.findall(r"^### (\S+)\n\n(.+)\n\n((?:- .+\n)+)", page, re.MULTILINE):
         found[name] = Explanation(question, dict(re.findall(r"^- \*\*(.+?)\.\*\* (.+)$", parts, re.MULTILINE)))
