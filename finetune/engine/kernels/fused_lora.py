@@ -109,7 +109,7 @@ class Group:
                 outputs.append(functional.linear(x, frozen.weight(base, x.dtype), bias))
                 continue
             both = frozen.widened(base, sum(self.ranks), x.dtype)
-            write_columns(both[:, base.in_features :], part, term)
+            write_columns(base, both, part, term)
             outputs.append(functional.linear(wide, both, bias))
         return outputs
 
@@ -282,10 +282,15 @@ def add_term(y: torch.Tensor, term: LowRankTerm | None, dtype: torch.dtype) -> t
     return torch.addmm(y.to(precise), left, right, alpha=term.scaling).to(dtype)
 
 
-def write_columns(columns: torch.Tensor, part: slice, term: LowRankTerm) -> None:
-    """Write a layer's columns of s B beside its weight: (out, sum of ranks), zeros outside its own part."""
-    if part.stop - part.start < columns.shape[1]:
+def write_columns(base: Any, both: torch.Tensor, part: slice, term: LowRankTerm) -> None:
+    """Write a layer's columns of s B beside its weight in `both` (out, k + sum of ranks), zeros outside its own part.
+    In the weight's own room those zeros are still there unless its layer was last computed with others."""
+    columns, own = both[:, base.in_features :], (part.start, part.stop, both.shape[1])
+    if base.weight.untyped_storage().data_ptr() != both.untyped_storage().data_ptr():
         columns.zero_()
+    elif getattr(base, "columns_in_room", None) != own:
+        columns.zero_()
+        base.columns_in_room = own
     columns[:, part] = _scale(term.right.t(), term.scaling)
 
 

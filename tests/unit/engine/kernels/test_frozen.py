@@ -154,3 +154,18 @@ def test_no_part_of_an_expert_is_lost(where: str, part: float, tolerance: float,
     assert grouped_experts.install(model) == 1
     y, without = outputs(torch.bfloat16)
     assert surviving_share(y, without, expected) == pytest.approx(1, abs=2 * tolerance)
+
+
+def test_a_layer_may_be_computed_alone_and_with_others_in_turn() -> None:
+    """The room of its weight then has columns of another place."""
+    torch.manual_seed(0)
+    x = torch.randn(64, WIDTH).bfloat16()
+    layers = [base_layer("16 bits with room", "cpu") for _ in range(2)]
+    pairs = [factors(1.0, "cpu") for _ in layers]
+    both = fused_lora.Group(tuple(layers), (1.0, 1.0), (RANK, RANK))
+    alone = fused_lora.Group((layers[1],), (1.0,), (RANK,))
+    given = [one for pair in pairs for one in pair]
+    together = fused_lora._Project.apply(x, both, *given)[1]
+    for _ in range(2):
+        assert torch.equal(fused_lora._Project.apply(x, alone, *pairs[1])[0], together)
+        assert torch.equal(fused_lora._Project.apply(x, both, *given)[1], together)
