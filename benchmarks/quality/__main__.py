@@ -234,8 +234,6 @@ def command(cell: Cell, request: dict[str, Any], folder: Path, asked: Path, trai
         request = request | {"rows": str(rows.write(folder / "text.jsonl", texts))}
     file.write_text(yaml.safe_dump(cells.configuration(cell, request), sort_keys=False))
     words = ["-m", "finetune.train", "--config", file]
-    if cell.order:
-        words = ["-m", "benchmarks.quality.orders", cell.order, *words[2:]]
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cell.ranks)]
     return words if cell.ranks == 1 else [*ranks, *words]
 

@@ -51,7 +51,6 @@ class Cell:
     long: bool = False  # packs of LONG_PACK tokens, as many tokens per step, on the transformers backend
     context: bool = False  # two ranks share each pack; other cells of two are sharded
     ranks: int = 1
-    order: str = ""  # sorted or grouped: see `orders`
     master_weights: str = "auto"
     dtype: str = "auto"  # float32: nothing is rounded, the limit of what can be learned
     rate: float | None = None  # instead of the model's
@@ -72,8 +71,6 @@ def _cell(name: str) -> Cell:
     model = next((word for word in words if word in MODELS), "smollm2")
     if words[-1] == "base":
         return Cell(name=name, stack="", model=model)
-    if words[0] == "order":
-        return Cell(name=name, packed=True, order=words[1])
     return Cell(
         name=name,
         stack=words[0] if words[0] in ("trl", "unsloth") else "ours",
@@ -94,7 +91,7 @@ CELLS = {
     for name in (
         *("base", "lora packed", "lora padded", "trl lora padded", "trl lora packed"),
         *("full packed", "full padded", "trl full padded", "trl full packed"),
-        *("order grouped", "order sorted", "full sharded", "lora sharded", "full packed stochastic"),
+        *("full sharded", "lora sharded", "full packed stochastic"),
         *("int8 packed", "qwen fp8 packed", "qwen int8 packed", "qwen qlora packed"),
         *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
         *("lora long", "lora long context", "full long", "full long context"),

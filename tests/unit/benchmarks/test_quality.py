@@ -11,13 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import cells, judge, models, orders, report, rows
-from finetune.data.plan import Plan
+from benchmarks.quality import cells, judge, models, report, rows
 from finetune.errors import RunError
 from tests.helpers import tiny
 
@@ -48,29 +46,6 @@ def test_a_padded_step_has_the_tokens_of_a_packed_one() -> None:
     assert cells.rows_of_step(7473, 1_620_444, 50) == 150  # 398 packs of 4,096 are 50 steps of 8
     assert cells.rows_of_step(10, 2000, 50) == 10  # less than a step
     assert cells.divisor(150, 40) == 30
-
-
-def test_sorted_packs_and_grouped_steps() -> None:
-    lengths = np.random.default_rng(1).integers(1, 400, 2000)
-    packs = orders.best_fit_decreasing(lengths, 1000, b"key of another version")
-    assert sorted(packs.documents) == list(range(2000))
-    assert packs.tokens.max() <= 1000
-    assert (packs.tokens == [lengths[packs[row]].sum() for row in range(len(packs))]).all()
-    assert packs.efficiency > 0.99
-    longest = [lengths[packs[row]].max() for row in range(len(packs))]
-    assert longest == sorted(longest, reverse=True)
-
-    costs = packs.costs(64)
-    plan = Plan(costs=costs, label_tokens=packs.tokens, global_batch_size=8, seed=1, fingerprint="x")
-    spread = {}
-    for group in (1, 8):
-        order = orders.shuffled(plan, 0, group)
-        assert sorted(order) == list(range(len(packs)))
-        assert (order == orders.shuffled(plan, 0, group)).all()
-        assert (order != orders.shuffled(plan, 1, group)).any()
-        steps = costs[order[: len(order) // 8 * 8]].reshape(-1, 8)
-        spread[group] = np.ptp(steps, axis=1).mean()
-    assert spread[8] < spread[1] / 2
 
 
 def test_the_table_compares_with_trl_of_the_same_mode(tmp_path: Path) -> None:
