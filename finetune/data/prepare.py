@@ -46,6 +46,7 @@ class Data:
     ledgers: dict[str, JsonObject]  # by split
     format: str  # how rows were read and why; also the turn markers, if they were derived from the template
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
+    order_key: str  # the same of the training rows alone: what their order is drawn from
     folder: Path  # of the cache entry
     cached: bool  # the entry existed already
 
@@ -116,6 +117,7 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
         ledgers=about["ledgers"],
         format=about["format"] + readers.derived_markers,
         fingerprint=_identity(config, splits, readers),
+        order_key=_identity(config, {name: split for name, split in splits.items() if name == "train"}, readers),
         folder=folder,
         cached=not built,
     )
@@ -138,7 +140,7 @@ def _reading(source: Source) -> list[Any]:
 
 
 def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: Readers) -> str:
-    """The fingerprint that the order of the rows is drawn from.
+    """The fingerprint of these splits. That of the training rows alone is what their order is drawn from.
 
     It is not the key of the cache: a new layout of the cached files must not change the order, or no run of an earlier
     version could be resumed. A plan's digest also covers the lengths and supervised tokens of all rows.

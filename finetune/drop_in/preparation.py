@@ -60,7 +60,9 @@ class Preparation:
     def _regroup(self, data: Data, source: Callable[[Rows, str, object], Source]) -> Data:
         """The documents that are made of prepared ones: `source` takes those of a split, its name and its identity."""
         found = {
-            split: source(one, refusals.argument_name(split), [data.fingerprint, split])
+            split: source(
+                one, refusals.argument_name(split), [data.order_key if split == "train" else data.fingerprint, split]
+            )
             for split, one in data.splits.items()
         }
         return replace(self._prepared(found), format=data.format)

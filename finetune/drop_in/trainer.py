@@ -381,7 +381,8 @@ class SFTTrainer(JobTrainer):
         kept = None if self.global_batch_size is not None else settings.resumed_batch(self.given, manifest)
         config = replace(config, training=settings.with_batch(config.training, kept or job.batch))
         batch = resume.resumed_batch(config, manifest, distributed.ranks().world_size)
-        self._take(assemble(config, job.stack, self.model, job.data, **job.parts(batch=batch)))
+        taken = assemble(config, job.stack, self.model, job.data, **job.parts(batch=batch))
+        self._take(taken.in_order_of(manifest.get("plan")))
         self.set_batch(batch)
         return self.job
 

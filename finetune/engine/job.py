@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -118,6 +119,16 @@ class Job:
         names = ("batch", "tokenizer", "layer_kernels", "master_weights", "layouts", "context", "user_code")
         return {name: getattr(self, name) for name in names} | changed
 
+    def in_order_of(self, checkpoint_plan: str | None) -> Job:
+        """The job in the order that version 0.1.0 took, drawn from the held-out rows as well, if a checkpoint's plan
+        has this digest; else this one."""
+        if checkpoint_plan in (None, self.plan().digest()) or self.data.order_key == self.data.fingerprint:
+            return self
+        data = dataclasses.replace(self.data, order_key=self.data.fingerprint)
+        train = lay_out_split(self.config, data, "train", self.layout.packs.pack_length)
+        former = dataclasses.replace(self, data=data, layouts=dataclasses.replace(self.layouts, train=train))
+        return former if former.plan().digest() == checkpoint_plan else self
+
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
         return plan_rows(
@@ -200,7 +211,7 @@ def lay_out_for(
 
 def lay_out_split(config: Config, data: Data, split: str, pack_length: int | None) -> Layout:
     """The rows of a split, in packs or padded."""
-    return lay_out(data.splits[split], pack_length, seed=config.training.seed, fingerprint=data.fingerprint)
+    return lay_out(data.splits[split], pack_length, seed=config.training.seed, fingerprint=data.order_key)
 
 
 def lay_out_eval(config: Config, data: Data, pack_length: int | None) -> Layout | dict[str, Layout] | None:
@@ -227,7 +238,7 @@ def plan_rows(
         label_tokens=layout.label_tokens,
         global_batch_size=batch.global_batch_size,
         seed=config.training.seed,
-        fingerprint=data.fingerprint,
+        fingerprint=data.order_key,
         lengths=layout.padded_lengths,
         group_by_length=config.training.train_sampling_strategy == "group_by_length",
     )

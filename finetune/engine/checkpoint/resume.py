@@ -230,12 +230,15 @@ def _plan_changes(checkpoint: Path, config: Config) -> str:
         was = {}
     now = {f"data.{one.name}": getattr(config.data, one.name) for one in dataclasses.fields(config.data)}
     now |= {f"training.{key}": getattr(config.training, key) for key in _PLAN_KEYS}
-    changed = [
-        f"{key} was {json.dumps(was[key])}, now {json.dumps(files.to_json_types(value))}"
+    changed = {
+        key: f"{key} was {json.dumps(was[key])}, now {json.dumps(files.to_json_types(value))}"
         for key, value in now.items()
         if key in was and redact_tree(files.to_json_types(value)) != was[key]
-    ]
-    return "; ".join(changed) or (
+    }
+    held_out = {"data.eval", "data.eval_file"}
+    if changed and changed.keys() <= held_out:
+        return f"{'; '.join(changed.values())} (in version 0.1.0, the order of the training rows depended on it)"
+    return "; ".join(text for key, text in changed.items() if key not in held_out) or (
         "the rows, their tokenizer or masks, training.seed or training.global_batch_size have changed (run.json in its "
         "output folder has the old configuration)"
     )

@@ -173,6 +173,7 @@ def open_and_compare(
         return start.settings["training.master_weights"]
 
     job = open_session(config, batch, demo=demo, without=without, on_failure=record.fail, before_loading=choose_start)
+    job = job.in_order_of(start.found.manifest.get("plan"))
     return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
 
 

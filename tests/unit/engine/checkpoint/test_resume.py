@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from finetune.config import Config, TrainingConfig, load
+from finetune.engine import job
 from finetune.engine.checkpoint import checkpoints, resume
 from finetune.errors import UserError
 from tests.helpers import tiny
@@ -275,6 +277,30 @@ def test_another_kind_of_training_and_other_data_are_refused(
     runs(out, *SIX, *CHANGED, "--training.seed", "7", code=2)
     assert "belongs to another plan of steps: training.seed was 42, now 7. Restore what was" in words(capsys)
     assert state(out) == before
+
+
+def test_a_checkpoint_of_version_0_1_0_keeps_the_order_that_its_held_out_rows_changed(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes with the same held-out rows and keeps its plan; without them it is refused."""
+    held_out = ("--data.eval_file", str(runs.folder / "held_out.jsonl"))
+    tiny.make_rows(runs.folder / "held_out.jsonl", 6)
+    rows = job.prepare
+    with monkeypatch.context() as version:
+        version.setattr(
+            job, "prepare", lambda *given: (data := rows(*given)) and replace(data, order_key=data.fingerprint)
+        )
+        whole = runs(tmp_path / "whole", *held_out, *SIX)
+    out = tmp_path / "out"
+    shutil.copytree(tmp_path / "whole", out)
+    resumed = runs(out, *held_out, *SIX, "--training.resume_from_checkpoint", str(out / "checkpoint-2"))
+    assert resumed["plan"] == whole["plan"] and resumed["losses"][-4:] == whole["losses"][-4:]
+    assert runs(tmp_path / "now", *held_out, *SIX)["plan"] != whole["plan"]
+    capsys.readouterr()
+    runs(out, *SIX, "--training.resume_from_checkpoint", str(out / "checkpoint-2"), code=2)
+    assert 'held_out.jsonl", now null (in version 0.1.0, the order of the training rows depended on it)' in words(
+        capsys
+    )
 
 
 def test_other_base_weights_under_a_lora_are_refused(
