@@ -162,17 +162,14 @@ def metrics(run: Run) -> dict[str, float | None]:
         found[name] = run.series(name).last
     found |= {name: run.series(name).last for name in tags.BY_NAME if name.startswith("expert")}
     found["loss"] = _last_tenth(run.series("loss").values)
-    evaluated = runs.evaluations(run)
-    found["eval_loss"] = float(evaluated.values[-1]) if len(evaluated) else run.number("eval_loss_after")
+    evaluated = run.series("eval_loss").values
+    found["eval_loss"] = float(evaluated[-1]) if len(evaluated) else None
     found["step_seconds"] = run.step_seconds
-    found["padding"] = speed.padding_share(run)
     found["fullest"] = memory.fullest(run)
     found["allocator_retries"] = memory.retries(run)
-    found["tokens_per_gpu"] = found["tokens_per_gpu"] or run.number("tokens_per_second_per_gpu")
-    found["mfu"] = found["mfu"] or run.number("mfu")
     found["gpu_utilization"] = speed.utilization(run)
-    found["peak_of_rank"] = _largest(run, "peak_of_rank")
-    found["reserved_of_rank"] = _largest(run, "reserved_of_rank")
+    found["peak_of_rank"] = _largest(run, "peak_gib")
+    found["reserved_of_rank"] = _largest(run, "reserved_gib")
     for phase in tags.PHASES:
         values = run.phase(phase)
         if values.size and np.isfinite(values).any():
@@ -198,29 +195,24 @@ def hours(run: Run) -> float | None:
 
 
 def _largest(run: Run, name: str) -> float | None:
-    series = [run.series(name, n).finite().values for n in run.ranks_with(name)]
-    values = [float(one.max()) for one in series if len(one)]
-    return max(values) if values else None
+    values = run.ranks.columns[name] if run.ranks is not None else np.empty(0)
+    return float(np.nanmax(values)) if np.isfinite(values).any() else None
 
 
 def bars(run: Run) -> dict[str, dict[str, float]]:
-    """By rank, the seconds of each phase of a typical step; of a run without ranks.jsonl the mean under "all".
+    """By rank, the seconds of each phase of a typical step.
 
     Medians do not add up: the phases are scaled so that their sum is the median step.
     """
-    names = [str(number) for number in run.ranks.numbers] if run.ranks is not None else ["all"]
     found: dict[str, dict[str, float]] = {}
-    for place, name in enumerate(names):
-
-        def typical(phase: str, place: int = place) -> float | None:
-            values = run.phase(phase)
-            return finite_median(values[:, place] if run.ranks is not None and values.size else values.ravel())
-
-        phases = {phase: median for phase in tags.PHASES if (median := typical(phase)) is not None}
-        step, total = typical("step"), sum(phases.values())
+    for place, rank in enumerate(run.ranks.numbers if run.ranks is not None else []):
+        medians = {name: finite_median(run.phase(name)[:, place]) for name in ("step", *tags.PHASES)}
+        step = medians.pop("step")
+        phases = {phase: median for phase, median in medians.items() if median is not None}
+        total = sum(phases.values())
         scale = step / total if step and total > 0 else 1.0
         if phases:
-            found[name] = {phase: seconds * scale for phase, seconds in phases.items()}
+            found[str(rank)] = {phase: seconds * scale for phase, seconds in phases.items()}
     return found
 
 
@@ -237,7 +229,7 @@ def curve(run: Run) -> dict[str, list[float | None]]:
 
 def evaluations(run: Run) -> dict[str, list[float | None]]:
     """Steps, tokens and loss of the evaluations, the newest MOST_POINTS."""
-    series = runs.evaluations(run)
+    series = run.series("eval_loss")
     steps, loss = series.steps[-MOST_POINTS:], series.values[-MOST_POINTS:]
     return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": to_json_types(loss.tolist())}
 

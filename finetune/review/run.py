@@ -21,7 +21,7 @@ from finetune.review import events
 from finetune.review import ranks as rank_records
 from finetune.review.events import Series
 from finetune.review.ranks import SHORT, WARM_UP, Ranks
-from finetune.review.values import at, count, json_object, mapping, number, sequence, text
+from finetune.review.values import at, count, json_object, mapping, number, text
 from finetune.runtime import tags
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -89,33 +89,14 @@ class Run:
             one = self.scalars.get(tag if n is None else tag.replace("{n}", str(n)))
             if one is not None:
                 found = events.join(found, one)
-        return found if len(found) or name != "loss" else self._recorded_losses()
-
-    def _recorded_losses(self) -> Series:
-        """The losses of run.json, for a run whose events are lost."""
-        losses = sequence(self.at("losses"))
-        last = count(self.at("steps")) or len(losses)
-        if not losses or last < len(losses):
-            return events.empty()
-        values = [float("nan") if (found := number(loss)) is None else found for loss in losses]
-        return events.of(range(last - len(losses) + 1, last + 1), values)
-
-    def ranks_with(self, name: str) -> list[int]:
-        """The ranks for which events hold a metric."""
-        metric = tags.BY_NAME[name]
-        patterns = [re.escape(tag).replace(r"\{n\}", r"(\d{1,4})") for tag in (metric.tag, *metric.also)]
-        matches = (re.fullmatch(pattern, tag) for tag in self.scalars for pattern in patterns)
-        return sorted({int(match.group(1)) for match in matches if match})
+        return found
 
     # --- what kind of run ---------------------------------------------------------------------------------------
 
     @functools.cached_property
     def world_size(self) -> int | None:
         """Number of ranks."""
-        found = count(self.at("world_size"))
-        if found:
-            return found
-        return self.ranks.world_size if self.ranks is not None else len(self.ranks_with("peak_of_rank")) or None
+        return count(self.at("world_size")) or (self.ranks.world_size if self.ranks is not None else None)
 
     @property
     def context_parallel(self) -> int:
@@ -129,7 +110,7 @@ class Run:
         if device is not None:
             return device != "cpu"
         about = self.ranks.about if self.ranks is not None else []
-        return any(one["gpu"] is not None for one in about) or bool(self.ranks_with("gpu_utilization"))
+        return any(one["gpu"] is not None for one in about)
 
     @property
     def hardware(self) -> str | None:
@@ -212,39 +193,15 @@ class Run:
         return float(np.median(values)) if len(values) else None
 
     def phase(self, name: str) -> np.ndarray:
-        """float64 [records, ranks]: seconds of "step", a phase or "own_work" in a typical step of each record.
-
-        Without ranks.jsonl from the events: per rank where they have it, else the mean over ranks as the only column.
-        """
-        return self._timing.get(name, np.empty((0, 0)))
-
-    @functools.cached_property
-    def _timing(self) -> dict[str, np.ndarray]:
-        if self.ranks is not None:
-            return {name: self.ranks.column(name) for name in rank_records.TIMES}
-        found = {name: self._after_warm_up(name) for name in tags.PHASES}
-        found["step"] = self._after_warm_up("step_seconds")
-        numbers = self.ranks_with("own_work_of_rank")
-        for name in ("own_work", "data_wait"):
-            columns = [self._after_warm_up(f"{name}_of_rank", n) for n in numbers]
-            if len(columns) > 1 and len({len(one) for one in columns}) == 1 and len(columns[0]):
-                found[name] = np.concatenate(columns, axis=1)
-        rows = min((len(one) for one in found.values() if len(one)), default=0)
-        return {name: one[-rows:] for name, one in found.items() if len(one)}
-
-    def _after_warm_up(self, name: str, n: int | None = None) -> np.ndarray:
-        series = self.series(name, n)
-        later = series.after(self.warm_up)
-        values = later.values if len(later) else series.values
-        return values.reshape(-1, 1)
+        """float64 [records, ranks]: seconds of "step", a phase or "own_work" in a typical step of each record; without
+        ranks.jsonl none."""
+        return self.ranks.column(name) if self.ranks is not None else np.empty((0, 0))
 
     @functools.cached_property
     def step_seconds(self) -> float | None:
         """Median step time, evaluation and saving excluded."""
         steps = self.phase("step")
-        if steps.size and np.isfinite(steps).any():
-            return float(np.nanmedian(np.nanmean(steps, axis=1))) if self.ranks is None else float(np.nanmedian(steps))
-        return self.number("step_seconds_median") or self.typical("step_seconds")
+        return float(np.nanmedian(steps)) if steps.size and np.isfinite(steps).any() else None
 
 
 # --- from a folder ----------------------------------------------------------------------------------------------------
@@ -376,16 +333,3 @@ def _no_run(folder: Path) -> str:
         names = ", ".join(str(path) for path in below[:3])
         return f"no run: `{folder}` holds {counted(len(below), 'run')}, such as {names}. Give the folder of a run."
     return f"no run: `{folder}` has neither {RUN_FILE} nor event files. Give the training.output_dir of a run."
-
-
-def evaluations(run: Run) -> Series:
-    """The evaluation loss by step: from the events, else from run.json."""
-    series = run.series("eval_loss")
-    if len(series):
-        return series
-    points = [
-        (step, loss)
-        for one in sequence(run.at("evaluations"))
-        if (step := count(mapping(one).get("step"))) is not None and (loss := number(one.get("loss"))) is not None
-    ]
-    return events.of([step for step, _ in points], [loss for _, loss in points])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune.review.finding import Finding, percent
-from finetune.review.rules import RULES, speed, timing
+from finetune.review.rules import RULES, timing
 from finetune.review.run import Run
 
 # What makes a run worthless comes before what makes it slow, whatever its cost in time.
@@ -40,7 +40,7 @@ def _measured(run: Run) -> list[str]:
     shares = {
         "exposed communication": timing.exposed_communication(run),
         "data wait": timing.data_wait(run),
-        "padding": speed.padding_share(run),
+        "padding": run.typical("padding"),
     }
     found = [f"{name} {percent(share)}" for name, share in shares.items() if share is not None]
     mfu = run.typical("mfu")

@@ -28,36 +28,30 @@ def dashboard_pages(job: Job, record: RunRecord, questions: list[Question]) -> D
     from finetune.engine.monitoring.run_logger import Dashboard
 
     config, known = job.config, redact_tree(record.content)
-    resolved = {name: section for name, section in known["config"].items() if isinstance(section, dict)}
     facts = ("backend", "backend_reason", "dtype", "world_size", "batch", "learning_rate", "hardware", "versions")
     run = {name: known[name] for name in facts}
     run["patches"] = {one["name"]: one["reason"] for one in known["patches"] if one.get("applied")}
     run["invariants"] = known.get("invariants")
     if config.logging.profile_steps:
         run["traces"] = str(Path("runs", "trace-rank-N.json"))
-    first = {
-        "learning rate": known["learning_rate"],
-        "LoRA rank (0: all weights)": 0 if config.model.full_finetuning else config.lora.r,
-        "global batch size": job.batch.global_batch_size,
-        "epochs": total_steps(job) / job.plan().steps_per_epoch,
+    given = {name: value for name, value in tensorboard_pages.flatten(known["config"]) if name in config.given}
+    resolved = {
+        "training.learning_rate": known["learning_rate"],
+        "lora.r": 0 if config.model.full_finetuning else config.lora.r,
+        "training.global_batch_size": job.batch.global_batch_size,
+        "training.num_train_epochs": total_steps(job) / job.plan().steps_per_epoch,
+        "world_size": known["world_size"],
+        "device": job.hardware.name,
+        "backend": job.stack.backend,
     }
-    in_first = ("training.learning_rate", "lora.r", "training.global_batch_size", "training.num_train_epochs")
-    given = {
-        name: value
-        for name, value in tensorboard_pages.flatten(resolved)
-        if name in config.given and name not in in_first
-    }
-    about = {"world_size": known["world_size"], "device": job.hardware.name, "backend": job.stack.backend}
-
     return Dashboard(
         texts={
             "1 data": tensorboard_pages.data_page(
                 job.data.ledgers, layout_facts(job), include_rows=config.logging.include_rows
             ),
             "2 run": tensorboard_pages.facts_page(run),
-            "3 configuration": tensorboard_pages.configuration_page(resolved, config.given),
         },
-        hyperparameters=first | given | about,
+        hyperparameters=given | resolved,
         divergence=review.divergence if config.training.stop_on_divergence else None,
         samples=(lambda: answer_and_score(job, questions)) if questions else None,
         include_rows=config.logging.include_rows,

@@ -236,4 +236,4 @@ class _Run:
         found, stopped_at = best.best_summary(trainer), built.best.stopped_at if built.best else None
         rule = job.config.training.early_stopping
         record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
-        logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)
+        report.print_best(found, stopped_at, trainer.total_steps)

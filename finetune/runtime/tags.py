@@ -25,7 +25,7 @@ class Metric:
     tag: str  # "{n}" stands for the number of the rank, whose GPU has the same number
     meaning: str  # one or two sentences
     written: str = "record"  # "step", "record" (every logging.logging_steps), "evaluation" or "once"
-    also: tuple[str, ...] = ()  # the same quantity in runs of TRL, Unsloth and earlier versions of this project
+    also: tuple[str, ...] = ()  # the same quantity in runs of TRL and Unsloth
     logged: str = ""  # its key in TRL's logs, which trackers show as train/KEY or eval/KEY; "" if TRL has none
 
     @property
@@ -54,7 +54,7 @@ METRICS = (
         tag="1 learning/loss [nats]",
         written="step",
         meaning="Mean loss over the supervised tokens of the global batch. Falls quickly, then levels off.",
-        also=("train/loss (nats per token)", "train/loss"),
+        also=("train/loss",),
     ),
     Metric(
         name="eval_loss",
@@ -62,7 +62,7 @@ METRICS = (
         written="evaluation",
         meaning="Mean loss over the supervised tokens of the held-out rows. Rises while the training loss falls when "
         "the model overfits.",
-        also=("eval/loss (nats per token)", "eval/loss"),
+        also=("eval/loss",),
     ),
     Metric(
         name="eval_perplexity",
@@ -132,7 +132,7 @@ METRICS = (
         written="step",
         meaning="L2 norm of the gradient before clipping. Spikes come with bad rows or a learning rate that is too "
         "high.",
-        also=("train/gradient norm", "train/grad_norm"),
+        also=("train/grad_norm",),
         logged="grad_norm",
     ),
     Metric(
@@ -185,7 +185,7 @@ METRICS = (
         tag="2 health/learning rate",
         written="step",
         meaning="Learning rate of the step.",
-        also=("train/learning rate", "train/learning_rate"),
+        also=("train/learning_rate",),
     ),
     Metric(
         name="supervised_tokens",
@@ -197,7 +197,6 @@ METRICS = (
         tag="3 speed/tokens per GPU [1/s]",
         meaning="Throughput per GPU: tokens without padding, by the time of steps. Evaluation and saving are not "
         "counted.",
-        also=("speed/tokens per second per GPU (tokens per s)",),
     ),
     Metric(name="tokens_total", tag="3 speed/tokens in total [1/s]", meaning="Throughput of all GPUs together."),
     Metric(
@@ -211,14 +210,12 @@ METRICS = (
         tag="3 speed/MFU [0-1]",
         meaning="Model FLOPs utilization: the model's own floating-point operations divided by the peak rate of the "
         "GPUs. In a mixture of experts, only the experts that a token is routed to count.",
-        also=("speed/MFU (fraction of peak)",),
     ),
     Metric(
         name="step_seconds",
         tag="3 speed/step [s]",
         meaning="Time of an optimizer step, from the request for its rows to the end of the update: median of the "
         "record, mean over ranks.",
-        also=("speed/step time (s)",),
     ),
     Metric(
         name="padding",
@@ -234,7 +231,7 @@ METRICS = (
         name="tokens_seen",
         tag="3 speed/tokens seen",
         meaning="Tokens trained on so far, without padding.",
-        also=("train/tokens seen (tokens)", "train/num_tokens", "train/num_input_tokens_seen"),
+        also=("train/num_tokens", "train/num_input_tokens_seen"),
         logged="num_tokens",
     ),
     Metric(name="hours", tag="3 speed/time [h]", meaning="Hours since training began in this process."),
@@ -275,13 +272,11 @@ METRICS = (
         name="lost_to_slowest",
         tag="5 ranks/lost to the slowest [0-1]",
         meaning="Share of a step that the median rank waits for the slowest.",
-        also=("5 ranks/lost to it [0-1]",),
     ),
     Metric(
         name="peak_of_rank",
         tag="6 memory/peak of rank {n} [GiB]",
         meaning="Most memory that tensors held since the last record; on a CPU, most memory of the process.",
-        also=("memory/peak of rank {n} (GiB)",),
     ),
     Metric(
         name="reserved_of_rank",
@@ -316,7 +311,6 @@ METRICS = (
         tag="8 data/document length [tokens]",
         written="once",
         meaning="Histogram of the training documents' lengths.",
-        also=("data/document length (tokens)",),
     ),
     Metric(
         name="eval_document_loss",
@@ -331,7 +325,6 @@ METRICS = (
             tag=f"9 prediction/error of {label} [1]",
             written="once",
             meaning=f"(predicted - measured) / measured {label} of the run; 0.1 is 10 % too high.",
-            also=(f"prediction/error of {name} (fraction)",),
         )
         for name, label in (
             ("step_seconds", "step time"),

@@ -111,6 +111,8 @@ def run(
         "gradient_norm": (steps, [0.5] * len(values)),
         "learning_rate": (steps, list(cosine)),
         "clipped": (steps[9::10], [0.0] * len(steps[9::10])),
+        "padding": (steps[9::10], [0.02] * len(steps[9::10])),
+        "fullest": (steps[9::10] if gpu else [], [0.6] * len(steps[9::10])),
     } | (series or {})
     config = {
         "training": {"learning_rate": 1e-3, "max_grad_norm": 1.0, "max_steps": len(values), "warmup_steps": 0},
@@ -119,7 +121,7 @@ def run(
     content = {"status": "done", "steps": len(values), "world_size": world, "config": config, "dtype": "bfloat16"}
     content |= {"hardware": {"device": "cuda" if gpu else "cpu", "name": "NVIDIA H200" if gpu else "x86_64"}}
     content |= {"batch": {"per_device": 4, "accumulation": 2, "global_batch_size": 8 * world}}
-    content |= {"padding_fraction": 0.02, "evaluation_seconds": 5.0, "saving_seconds": 1.0, "training_seconds": 210.0}
+    content |= {"evaluation_seconds": 5.0, "saving_seconds": 1.0, "training_seconds": 210.0}
     return Run(
         folder=Path("out"),
         name="out",

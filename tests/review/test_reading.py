@@ -206,30 +206,6 @@ def test_no_run(tmp_path: Path) -> None:
             runs.read(tmp_path / folder)
 
 
-def test_a_run_of_this_projects_first_release(tmp_path: Path) -> None:
-    """148928f: other tags, events in `runs` itself, no ranks.jsonl, few keys in run.json."""
-    old = {
-        "train/loss (nats per token)": [(step, 3 - step / 100) for step in range(1, 61)],
-        "train/gradient norm": [(step, 0.5) for step in range(10, 61, 10)],
-        "eval/loss (nats per token)": [(0, 3.0), (60, 2.4)],
-        "speed/tokens per second per GPU (tokens per s)": [(step, 1000.0) for step in range(10, 61, 10)],
-        "train/tokens seen (tokens)": [(step, 100.0 * step) for step in range(10, 61, 10)],
-        "memory/peak of rank 0 (GiB)": [(60, 1.0)],
-        "memory/peak of rank 1 (GiB)": [(60, 1.5)],
-    }
-    write(tmp_path / "runs", old)
-    record = {"status": "done", "world_size": 2, "steps": 60, "exposed_communication_fraction": 0.4, "config": {}}
-    record |= {"step_seconds_median": 2.0, "hardware": {"device": "cuda", "name": "NVIDIA H200"}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    one = review([tmp_path]).to_dict()["runs"][0]
-    assert [found["rule"] for found in one["findings"]] == ["communication"]
-    assert "Ranks were not recorded" in one["findings"][0]["evidence"]
-    metrics = one["metrics"]
-    assert metrics["tokens_per_gpu"] == 1000 and metrics["peak_of_rank"] == 1.5 and metrics["step_seconds"] == 2
-    assert "padding" not in metrics and "data_wait" not in metrics
-    assert one["curve"]["tokens"][-1] == 6000 and one["evaluations"]["steps"] == [0, 60]
-
-
 def test_a_run_of_trl_lacks_what_it_lacks(tmp_path: Path) -> None:
     trl = {
         "train/loss": [(step, 2 - step / 1000) for step in range(10, 301, 10)],
@@ -481,9 +457,8 @@ def test_a_loss_that_ends_not_finite_is_not_its_last_finite_value(tmp_path: Path
 
 def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: Path) -> None:
     search = {"micro_batch_search": {"attempts": [{"per_device": 16, "tokens_per_second": 1000.0}]}}
-    small = {"by_rank": {rank: {"reserved_gib": 20.0} for rank in (0, 1)}, "record": search}  # a note
-    small["series"] = {"tokens_per_gpu": ([50, 100, 200], [500.0] * 3)}
-    make_run(tmp_path / "slow", slow={1: {"forward": 0.4}}, **small)
+    small = {"tokens_per_gpu": ([50, 100, 200], [500.0] * 3), "fullest": ([100], [0.2])}  # a note
+    make_run(tmp_path / "slow", slow={1: {"forward": 0.4}}, series=small, record=search)
     make_run(tmp_path / "healthy")
     healthy, slow = review([tmp_path / "healthy", tmp_path / "slow"]).to_dict()["runs"]
     assert healthy["change_first"] is None

@@ -62,6 +62,16 @@ ROWS = {"rows_read": 1000, "rows_kept": 900}
 SEARCH = {"attempts": [{"per_device": 16, "tokens_per_second": 1000.0, "fits": True, "peak_bytes": 1}]}
 SLOW_TOKENS = {"tokens_per_gpu": ([50, 100, 200], [690.0] * 3)}
 
+
+def memory_use(share: float) -> dict[str, tuple[list[int], list[float]]]:
+    """Of the fullest GPU, 0 to 1."""
+    return {"fullest": ([50, 100, 200], [share / 2, share, share / 2])}
+
+
+def padded(share: float) -> dict[str, tuple[list[int], list[float]]]:
+    return {"padding": ([50, 100, 200], [share] * 3)}
+
+
 FIRING: dict[str, list[Callable[[], Run]]] = {
     "data-wait": [
         lambda: run(phases={"data_wait": 0.112}),
@@ -82,16 +92,14 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(world=8, phases={"communication": 0.4}, jitter=0.02),
         lambda: run(gpu=False, phases={"communication": 0.12}),
     ],
-    "padding": [lambda: run(record={"padding_fraction": 0.201}), lambda: run(record={"padding_fraction": 0.7})],
+    "padding": [lambda: run(series=padded(0.201)), lambda: run(series=padded(0.7))],
     "host-bound": [lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE), lambda: run(world=1, by_rank=HOST_BOUND, gpu_of=IDLE)],
     "small-batch": [
-        lambda: run(by_rank={r: {"reserved_gib": 49.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
-                    series=SLOW_TOKENS)
+        lambda: run(record={"micro_batch_search": SEARCH}, series=SLOW_TOKENS | memory_use(0.49))
     ],
     "memory-near-limit": [
-        lambda: run(by_rank={1: {"reserved_gib": 92.5}}),
-        lambda: run(by_rank={1: {"allocator_retries": 1}}),
-        lambda: run(record={"memory_fraction": 0.93}),
+        lambda: run(series=memory_use(0.925)),
+        lambda: run(series={"allocator_retries": ([100], [1.0])}),
     ],
     "throttling": [
         lambda: run(gpu_of={1: {"throttled": 0.11, "reasons": ["power cap"]}}),
@@ -153,7 +161,7 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(slow={1: {"forward": 2.0}}),  # waiting for a straggler
         lambda: run(gpu=False, phases={"communication": 0.03}, jitter=0.4),  # late by turns
     ],
-    "padding": [lambda: run(record={"padding_fraction": 0.199}), lambda: run(record={"padding_fraction": None})],
+    "padding": [lambda: run(series=padded(0.199)), lambda: run(series={"padding": ([], [])})],
     "host-bound": [
         lambda: run(by_rank={r: {"wait": 0.06} for r in (0, 1)}, gpu_of=IDLE),
         lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": 0.82} for r in (0, 1)}),
@@ -163,13 +171,12 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(gpu=False),
     ],
     "small-batch": [
-        lambda: run(by_rank={r: {"reserved_gib": 51.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
-                    series=SLOW_TOKENS),
-        lambda: run(by_rank={r: {"reserved_gib": 20.0} for r in (0, 1)}, series=SLOW_TOKENS),
-        lambda: run(by_rank={r: {"reserved_gib": 20.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
-                    series={"tokens_per_gpu": ([50, 100], [710.0] * 2)}),
+        lambda: run(record={"micro_batch_search": SEARCH}, series=SLOW_TOKENS | memory_use(0.51)),
+        lambda: run(series=SLOW_TOKENS | memory_use(0.2)),
+        lambda: run(record={"micro_batch_search": SEARCH},
+                    series={"tokens_per_gpu": ([50, 100], [710.0] * 2)} | memory_use(0.2)),
     ],
-    "memory-near-limit": [lambda: run(by_rank={1: {"reserved_gib": 91.0}})],
+    "memory-near-limit": [lambda: run(series=memory_use(0.91))],
     "throttling": [
         lambda: run(gpu_of={1: {"throttled": 0.09}}),
         lambda: run(gpu_of={1: {"sm_clock_mhz": 1640.0}}),
@@ -410,10 +417,9 @@ def sharing(ranks: int, per_device: int = 1, **training: Any) -> dict[str, Any]:
     ],
 )
 def test_a_row_that_fills_the_gpus_is_to_be_shared_by_more(record: dict[str, Any], expected: str) -> None:
-    full = {1: {"reserved_gib": 95.0}}
     if record["backend"] == "unsloth":
         record = record | {"config": record["config"] | {"model": {}}}
-    found = memory.near_limit(run(world=4, by_rank=full, record=record))
+    found = memory.near_limit(run(world=4, series=memory_use(0.95), record=record))
     assert found is not None and found.advice.startswith(expected)
 
 

@@ -17,7 +17,7 @@ BETWEEN = "between"  # steps: logging, evaluation, saving; belongs to no step
 
 
 class PhaseTimer(TrainerCallback):
-    """Marks the phases of a trainer's steps on a clock while it is `on`; evaluation is not marked.
+    """Marks the phases of a trainer's steps on a clock; evaluation is not marked.
 
     A step runs from the request for its rows to the end of its callbacks after the update. What happens between two
     steps (logging, evaluation, checkpoints) belongs to neither.
@@ -27,14 +27,12 @@ class PhaseTimer(TrainerCallback):
     clipping and the update. other: the rest of the step, such as zeroing gradients and callbacks.
     """
 
-    def __init__(self, trainer: Any, device: str, *, on: bool = True) -> None:
+    def __init__(self, trainer: Any, device: str) -> None:
         """
         Args:
             trainer: three of its methods are wrapped, and this callback is added to it.
             device: "cuda" or "cpu".
-            on: start timing when training begins; otherwise at `start`.
         """
-        self.on = on
         self._clock = Clock(device)
         self._trainer = trainer
         self.host_lead = 0.0  # seconds that the host was ahead of the device at the last step that was logged
@@ -43,26 +41,16 @@ class PhaseTimer(TrainerCallback):
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
         trainer.add_callback(self)
 
-    def start(self) -> None:
-        """Begin to time, at the start of a step."""
-        self.on = True
-        self._clock.reset()
-        self._clock.mark()
-
-    def stop(self) -> list[dict[str, list[float]]]:
-        """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split_steps`)."""
-        self.on = False
-        return self.take()
-
     def take(self) -> list[dict[str, list[float]]]:
-        """The steps since `start` or the last call (see `split_steps`). Call it between steps. It synchronizes."""
+        """The complete steps since training began or the last call (see `split_steps`). Call it between steps. It
+        synchronizes with the device."""
         return split_steps(self._clock.drain())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self.on:
-            self.start()
+        self._clock.reset()
+        self._clock.mark()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -78,7 +66,7 @@ class PhaseTimer(TrainerCallback):
         self._mark(END)
         activity.enter("between steps", state.global_step)
         # transformers synchronizes right after this, to log its loss, so this costs nothing more.
-        if self.on and getattr(control, "should_log", False):
+        if getattr(control, "should_log", False):
             self.host_lead = self._clock.wait()
 
     def _timed_fetch(self, fetch: Callable[..., object]) -> Callable[..., object]:
@@ -102,7 +90,7 @@ class PhaseTimer(TrainerCallback):
         return call
 
     def _mark(self, label: str) -> None:
-        if self.on and torch.is_grad_enabled():  # gradients are off during evaluation
+        if torch.is_grad_enabled():  # gradients are off during evaluation
             self._clock.mark(label)
 
 

@@ -322,11 +322,6 @@ class RunLogger(TrainerCallback):
         if self.dashboard.include_rows:
             self.evaluation_log.samples(result, step)
 
-    def show_best(self, text: str, step: int) -> None:
-        """The text page of the best evaluation, if there is one."""
-        if self.records.events and text:
-            self.records.events.add_text("5 best evaluation", text, step)
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:

@@ -137,22 +137,6 @@ def flatten(tree: object, prefix: str = "") -> list[tuple[str, object]]:
     return [(prefix, tree)]
 
 
-def configuration_page(config: JsonObject, given: Iterable[str]) -> str:
-    """What was set, then everything else.
-
-    Args:
-        config: sections of the resolved configuration, secrets removed.
-        given: dotted names that the user wrote.
-    """
-    given = set(given)
-    pairs = flatten(config)
-    chosen = [pair for pair in pairs if pair[0] in given]
-    others = [pair for pair in pairs if pair[0] not in given]
-    return "\n\n".join(
-        ["**Set by the user**", table(["key", "value"], chosen), "**Defaults**", table(["key", "value"], others)]
-    )
-
-
 def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
     """(prompt, the model's answer, reference) of each sample, below their scores in words."""
     return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"

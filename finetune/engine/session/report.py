@@ -180,24 +180,20 @@ def print_finished(config: Config, done: JsonObject, named: Callable[[str], str]
     print_line(named(text))
 
 
-def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> str:
-    """Print which evaluation was the best and whether training ended early. Returns the text; empty without either.
+def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> None:
+    """Print which evaluation was the best and whether training ended early, if the run tracks it.
 
     Args:
         best: `best.best_summary` of the run.
         stopped_at: step at which early stopping ended the training.
         total: optimizer steps of the complete run.
     """
-    sentences = []
     if stopped_at is not None:
-        sentences.append(f"Stopped early after step {stopped_at} of {total}, by training.early_stopping_patience.")
+        print_line(f"Stopped early after step {stopped_at} of {total}, by training.early_stopping_patience.")
     if best is not None:
         which = "that of this step" if best["loaded"] else "that of the last step"
         value = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
-        sentences.append(f"Best evaluation: {value}. The final model is {which}.")
-    for sentence in sentences:
-        print_line(sentence)
-    return " ".join(sentences)
+        print_line(f"Best evaluation: {value}. The final model is {which}.")
 
 
 def print_stopped(checkpoint: Path, resume_with: str) -> None:

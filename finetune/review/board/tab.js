@@ -251,7 +251,7 @@ function phaseBars(parent, bars, phases, names) {
     const image = svg(place, "svg", {viewBox: `0 0 ${whole} ${height * ranks.length}`, role: "img", "aria-label": "Phases of a step, by rank"});
     ranks.forEach(([rank, parts], row) => {
       const middle = height * (row + 0.5) + 4;
-      svg(image, "text", {x: 0, y: middle}, rank === "all" ? "all ranks" : `rank ${rank}`);
+      svg(image, "text", {x: 0, y: middle}, `rank ${rank}`);
       let x = 62;
       for (const phase of phases) {
         if (!isNumber(parts[phase])) continue;
@@ -642,23 +642,6 @@ function heading(parent, {report, runs}) {
   make(head, "p", {class: "faint"}, `Written ${date(report.written)} by finetune review from what the ${runs.length === 1 ? "run" : "runs"} recorded.`);
 }
 
-/** What ran, a line per run, and the versions with the runs that had them. */
-function whatRan(parent, runs) {
-  const columns = [["began", ({began}) => isNumber(began) && date(began)], ["model", ({model}) => model], ["data", ({data}) => data?.join(", ")],
-    ["hardware", ({hardware, world_size}) => (world_size ? `${world_size} × ${hardware ?? "?"}` : hardware)], ["steps", ({steps}) => steps && shown(steps)]];
-  const fold = make(parent, "details", {class: "fold", "data-panel": "what-ran"});
-  if (runs.length <= OPEN_AT_FIRST) fold.setAttribute("open", "");
-  make(fold, "summary", {}, "What ran: date, model, data, hardware, versions");
-  table(fold, "What ran", [{label: "run", kind: "name"}, ...columns.map(([label]) => ({label, kind: label === "steps" ? "" : "name"}))],
-    runs.map((run) => [named(run.run), ...columns.map(([, pick]) => named(pick(run.about ?? {}) || MISSING))]));
-  const versions = new Map();
-  for (const run of runs) {
-    const list = entries(run.about?.versions).map(([name, one]) => `${name} ${one}`).join(", ") || MISSING;
-    versions.set(list, [...(versions.get(list) ?? []), run.run]);
-  }
-  for (const [list, names] of versions) make(fold, "p", {class: "faint"}, `Versions${versions.size > 1 ? ` of ${names.join(", ")}` : ""}: ${list}.`);
-}
-
 function draw(review, main, openRuns) {
   main.replaceChildren();
   if (review.error) make(main, "p", {role: "alert"}, review.error);
@@ -668,7 +651,6 @@ function draw(review, main, openRuns) {
   const overview = make(main, "div");
   const boxes = runs.map((run, k) => drawRun(main, run, review, openRuns.get(id(run)) ?? (k === 0 || runs.length <= OPEN_AT_FIRST)));
   if (runs.length > 1) compare(overview, review, boxes);
-  if (runs.length > 1) whatRan(overview, runs);
   if (review.left_out) make(main, "p", {class: "faint"}, `${review.left_out} older runs are not shown. To review one: finetune review FOLDER`);
 }
 

@@ -13,7 +13,7 @@ from finetune.review.events import Series
 from finetune.review.finding import Finding, number, percent
 from finetune.review.finding import steps as named
 from finetune.review.rules import curve
-from finetune.review.run import Run, evaluations
+from finetune.review.run import Run
 from finetune.text import counted
 
 FEWEST = 15  # losses, for a statement about their course
@@ -212,7 +212,7 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures = (f"gradient norm {number(float(np.median(norms.values)))}", f"threshold {FROZEN_NORM:g}")
     elif trains and (same := _same_evaluations(run)) is not None:
         figures = (f"evaluation loss {same[0]:.6g} before and after", f"relative change {same[1]:.1g}")
-    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and len(_evaluation_losses(run)) < 2:
+    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and len(run.series("eval_loss").finite()) < 2:
         fall = curve.level(series.values, 0, 0.25) - curve.level(series.values, 0.75, 1)
         figures = (f"loss fell by {number(fall)}", f"noise {number(curve.noise(series.values))}")
     if figures is None:
@@ -240,16 +240,10 @@ def _flat(values: np.ndarray) -> bool:
     return usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
 
 
-def _evaluation_losses(run: Run) -> np.ndarray:
-    known = [run.number(f"eval_loss_{when}") for when in ("before", "after")]
-    return np.concatenate([evaluations(run).finite().values, [one for one in known if one is not None]])
-
-
 def _same_evaluations(run: Run) -> tuple[float, float] | None:
     """The evaluation loss and its relative change, if it did not change over the run."""
-    values, series = _evaluation_losses(run), evaluations(run)
-    apart = len(series) > 1 and int(series.steps[-1] - series.steps[0]) >= 1
-    if len(values) < 2 or not (apart or run.number("eval_loss_after") is not None) or float(values.min()) <= 0:
+    values = run.series("eval_loss").finite().values
+    if len(values) < 2 or float(values.min()) <= 0:
         return None
     change = float(values.max() - values.min()) / float(np.median(values))
     return (float(values[-1]), change) if change <= FROZEN_EVALUATION else None
@@ -261,8 +255,6 @@ def clipped_share(run: Run) -> float | None:
     if len(series):
         later = series.after(_warm_up(run))
         return float(np.mean((later if len(later) else series).values))
-    if (share := run.number("clipped_fraction")) is not None:
-        return share
     norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
     return float(np.mean(norms.values > most)) if len(norms) and most else None
 
@@ -330,7 +322,7 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     found = overfit(run)
     if found is None or found < OVERFIT - 1:
         return None
-    series = evaluations(run).finite()
+    series = run.series("eval_loss").finite()
     place = int(series.values.argmin())
     least, best = float(series.values[place]), int(series.steps[place])
     training = losses(run)
@@ -356,7 +348,7 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 def overfit(run: Run) -> float | None:
     """How far the last evaluations all are above the least one before them, as a share of it."""
-    values = evaluations(run).finite().values
+    values = run.series("eval_loss").finite().values
     if len(values) <= OVERFIT_LAST or float(values.min()) <= 0:
         return None
     return max(float(values[-OVERFIT_LAST:].min()) / float(values[:-OVERFIT_LAST].min()) - 1, 0.0)

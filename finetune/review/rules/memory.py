@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from finetune.config.batch import ranks_to_share_longer_rows
 from finetune.review.finding import Finding, confidence, micro_batch, percent
 from finetune.review.run import Run
@@ -16,27 +14,14 @@ FULL = 0.92  # of the fullest GPU, by what torch's allocator reserved; to start 
 
 def fullest(run: Run) -> float | None:
     """Memory in use on the fullest GPU, 0 to 1: the largest value of the run."""
-    known = [run.number("memory_fraction")]
     series = run.series("fullest").finite()
-    known.append(float(series.values.max()) if len(series) else None)
-    if run.ranks is not None and run.on_gpus:
-        for column, about in enumerate(run.ranks.about):
-            reserved = run.ranks.columns["reserved_gib"][:, column]
-            if about["memory_gib"] and np.isfinite(reserved).any():
-                known.append(float(np.nanmax(reserved)) / about["memory_gib"])
-    found = [one for one in known if one is not None and one >= 0]
-    return max(found) if found else None
+    return float(series.values.max()) if len(series) else None
 
 
 def retries(run: Run) -> float | None:
     """Times that torch's allocator freed its cache and tried again, on all ranks."""
-    known = [run.number("allocator_retries")]
-    if run.ranks is not None and np.isfinite(run.ranks.columns["allocator_retries"]).any():
-        known.append(float(np.nansum(run.ranks.columns["allocator_retries"])))
     series = run.series("allocator_retries").finite()
-    known.append(float(series.values.sum()) if len(series) else None)
-    found = [one for one in known if one is not None]
-    return max(found) if found else None
+    return float(series.values.sum()) if len(series) else None
 
 
 def _activation_measure(run: Run) -> str:

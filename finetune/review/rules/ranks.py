@@ -32,9 +32,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     records = timing.records_of(run, "communication")
     one = " One GPU is likely cheaper." if share >= CHEAPER else ""
-    unknown = " Ranks were not recorded: waiting for a slower rank may be in it."
-    if least is not None:
-        unknown = f" {percent(least)} remain on the rank that waits for no other."
+    alone = "" if least is None else f" {percent(least)} remain on the rank that waits for no other."
     batch, shared = run.number("batch.per_device"), run.context_parallel
     larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
     advice = f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it"
@@ -53,7 +51,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline="Communication between the ranks limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"{what} while nothing is computed for {percent(share)} of the step of {duration(step)} on "
-        f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
+        f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{alone}",
         advice=f"{advice}, `finetune doctor` shows the links and NCCL settings",
         gain=gain + (", or the same run on one GPU at a lower cost" if one else ""),
         lost=share,

@@ -47,22 +47,11 @@ def data_wait(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
-def padding_share(run: Run) -> float | None:
-    """Positions without a token by all positions."""
-    found = run.number("padding_fraction")
-    if found is None:
-        found = run.typical("padding")
-    if found is None:
-        filled = run.number("ledger.train.layout.packing_efficiency")
-        found = None if filled is None else 1 - filled
-    return found if found is not None and 0 <= found < 1 else None
-
-
 def padding(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """At least 20 % of the computed positions are padding. Source: own record, 88,900 tokens/s packed against 49,300
     padded."""
-    share = padding_share(run)
-    if share is None or share < PADDING:
+    share = run.typical("padding")
+    if share is None or not PADDING <= share < 1:
         return None
     packed = run.at("config.data.packing") is True
     advice = "data.packing: true"
@@ -92,11 +81,7 @@ def host_lead(run: Run) -> float | None:
 
 def utilization(run: Run) -> float | None:
     """Median share of the time in which a kernel ran, over records and GPUs."""
-    if run.ranks is not None and (found := finite_median(run.ranks.column("gpu_utilization"))) is not None:
-        return found
-    known = [run.typical("gpu_utilization", n) for n in run.ranks_with("gpu_utilization")]
-    values = [one for one in known if one is not None]
-    return float(np.median(values)) if values else None
+    return finite_median(run.ranks.column("gpu_utilization")) if run.ranks is not None else None
 
 
 def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:

@@ -32,20 +32,21 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Own work of one rank is at least THRESHOLD times the median of the others, the same rank is behind by half of
     that in 80 % of the records, and at least 3 % of the step is lost to it. Calibrated against healthy runs."""
     found = slowest(run)
-    if found is None:
+    if found is None or run.ranks is None:
         return None
     rank, ratio, own, usual, step = found
     lost = (own - usual) / step
-    cause, advice = _cause(run, rank, own - usual)
+    name = run.ranks.names(rank)
+    cause, advice = _cause(run, run.ranks, rank, own - usual)
     records = len(timing.own_work_ratios(run))
     return Finding(
         rule="straggler",
-        headline=f"{_name(run, rank)} holds the others up",
+        headline=f"{name} holds the others up",
         figures=(
             f"own work {duration(own)} per step against {duration(usual)} on the others",
             f"{percent(lost)} of each step lost",
         ),
-        evidence=f"Own work of {_name(run, rank)} is {ratio:.2f} times the median of the others (threshold "
+        evidence=f"Own work of {name} is {ratio:.2f} times the median of the others (threshold "
         f"{threshold(run, records):.2f}), and it is behind in at least 80 % of {records} records. Cause: {cause}.",
         advice=advice,
         gain=f"step {duration(step)} -> about {duration(max(step - (own - usual), 0.0))} ({percent(-lost)})",
@@ -84,11 +85,7 @@ def slowest(run: Run) -> tuple[int, float, float, float, float] | None:
     return rank, ratio, float(own[rank]), usual, step
 
 
-def _name(run: Run, column: int) -> str:
-    return run.ranks.names(column) if run.ranks is not None else f"rank {run.ranks_with('own_work_of_rank')[column]}"
-
-
-def _cause(run: Run, rank: int, excess: float) -> tuple[str, str]:
+def _cause(run: Run, ranks: Ranks, rank: int, excess: float) -> tuple[str, str]:
     """Why the rank is behind, and what to change.
 
     Args:
@@ -102,14 +99,12 @@ def _cause(run: Run, rank: int, excess: float) -> tuple[str, str]:
                 f"its loader: it waits {duration(mine)} per step for rows, the others {duration(usual)}",
                 "training.dataloader_num_workers: 4; check the disk and the CPU load of that host",
             )
-    if run.ranks is None:
-        return "unknown, ranks.jsonl is missing", "run `finetune doctor` on that host"
     excess_share = excess / max(_against(run.phase("own_work"), rank)[1], 1e-9)
     return (
-        _rows(run.ranks, rank, excess_share)
-        or _clocks(run.ranks, rank, excess_share)
-        or _process(run.ranks, rank)
-        or _computation(run, run.ranks, rank, excess_share)
+        _rows(ranks, rank, excess_share)
+        or _clocks(ranks, rank, excess_share)
+        or _process(ranks, rank)
+        or _computation(run, ranks, rank, excess_share)
     )
 
 

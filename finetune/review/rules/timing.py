@@ -35,9 +35,7 @@ def exposed_communication(run: Run) -> float | None:
     if run.world_size is None or run.world_size < 2:
         return None
     found = shares(run, "communication")
-    if found.size:
-        return float(np.median(np.nanmean(found, axis=1)))
-    return run.number("exposed_communication_fraction")
+    return float(np.median(np.nanmean(found, axis=1))) if found.size else None
 
 
 def least_communication(run: Run) -> float | None:
@@ -74,7 +72,7 @@ def records_of(run: Run, phase: str = "step") -> int:
 
 def limit(run: Run, threshold: float, phase: str = "step") -> float:
     """A threshold for this run: of fewer than FEW records, twice as much is needed to rule out chance."""
-    return 2 * threshold if records_of(run, phase) < FEW and run.ranks is not None else threshold
+    return 2 * threshold if records_of(run, phase) < FEW else threshold
 
 
 def evaluation_share(run: Run) -> float | None:

@@ -146,11 +146,10 @@ def test_phases_sum_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.train(2)
     trainer.spend(0.5)  # the beginning of a step that never ends
     trainer.get_batch_samples()
-    steps = timer.stop()
+    steps = timer.take()
     assert steps == [STEP, STEP] and tuple(steps[0]) == PHASES
     assert sum(sum(intervals) for intervals in steps[0].values()) == STEP_SECONDS
-    trainer.step()
-    assert timer.stop() == []  # nothing is marked once it has stopped
+    assert timer.take() == []
 
 
 def test_phases_are_marked_without_synchronizing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +162,7 @@ def test_phases_are_marked_without_synchronizing(monkeypatch: pytest.MonkeyPatch
     timer = PhaseTimer(trainer, "cuda")
     trainer.train(2)
     assert gpu.synchronized == []
-    assert timer.stop() == [STEP, STEP] and len(gpu.synchronized) == 1
+    assert timer.take() == [STEP, STEP] and len(gpu.synchronized) == 1
 
 
 def test_evaluation_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,21 +172,7 @@ def test_evaluation_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.train(1)
     trainer.evaluate()
     trainer.step()
-    assert timer.stop() == [STEP, STEP]  # its time is in no step
-
-
-def test_a_timer_that_is_off_starts_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = HandClock(monkeypatch)
-    trainer = FakeTrainer(time.spend)
-    timer = PhaseTimer(trainer, "cpu", on=False)
-    trainer.train(2)
-    timer.start()
-    trainer.step()
-    assert timer.stop() == [STEP]
-    trainer.step()
-    timer.start()  # the step between is in no window
-    trainer.step()
-    assert timer.stop() == [STEP]
+    assert timer.take() == [STEP, STEP]  # its time is in no step
 
 
 def test_the_end_closes_a_step_and_belongs_to_other() -> None:

@@ -80,13 +80,6 @@ def test_the_data_page_counts_what_was_lost() -> None:
     assert "secret row" not in tensorboard_pages.data_page(both, layouts, include_rows=False)
 
 
-def test_the_configuration_page_begins_with_what_was_set() -> None:
-    page = tensorboard_pages.configuration_page(
-        {"training": {"seed": 1, "learning_rate": 0.1}}, {"training.learning_rate"}
-    )
-    assert page.index("learning") < page.index("Defaults") < page.index("seed")
-
-
 def test_a_run_in_hparams() -> None:
     from tensorboard.plugins.hparams import metadata
 
