@@ -25,7 +25,7 @@ SHELLS = {  # and how to install the script
 }
 PURPOSE = "Print the completion script of a shell: commands, options and configuration keys with their values."
 NOTES = f"Install it, then start a new shell: {'; '.join(SHELLS.values())}. Exit code 0: done, 2: bad input."
-FILES = ("--config", "--json", "--out", "--html", "--schema", "--data.train_file", "--data.eval_file")
+FILES = ("--config", "--json", "--out", "--html", "--data.train_file", "--data.eval_file")
 FOLDERS = ("--output-dir", "--training.output_dir", "--data.cache_dir")
 CONFIGURED = {"train": ("--dry-run",), "doctor": ()}  # commands with these options of their own only
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from finetune.config import Batch, Config
-from finetune.config.rules import Mode
+from finetune.config.rules import SELECTIVE, Mode
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan, SequentialPlan
 from finetune.data.prepare import Data, prepare
@@ -204,7 +204,8 @@ def lay_out_for(
         because = packing.prepare_for_packs(model, config, stack)
     length = config.data.row_length if because is None else None
     layout, dtype = lay_out_split(config, data, "train", length), load_arguments.resolve_dtype(config, stack)
-    kernel = choose_attention(config.model.packed_attention, model, stack, layout, per_device, dtype, context)
+    why = _why_torchs_kernel(config, stack)
+    kernel = choose_attention(config.model.packed_attention, model, stack, layout, per_device, dtype, context, why)
     held_out = lay_out_eval(config, data, length if pack_eval else None)
     return Layouts(train=layout, eval=held_out, unpacked_because=because, attention=kernel)
 
@@ -264,8 +265,12 @@ def choose_attention(
     per_device: int,
     dtype: torch.dtype,
     context: ContextGroup = ALONE,
+    why_torchs: str | None = None,
 ) -> AttentionKernel:
     """The kernel for the attention of this run's packs, from the first micro-batch's documents.
+
+    Args:
+        why_torchs: why only torch's kernel can compute them; None if that is not so.
 
     Raises:
         UserError: a kernel is wanted that this run cannot use.
@@ -279,6 +284,10 @@ def choose_attention(
         reason = "rows are not packed"
     elif stack.backend == "transformers" and own not in (attention.PACKED, context_attention.NAME):
         reason = "the model's own, as set or because it needs what the kernels for packs lack"
+    elif why_torchs is not None and wanted != "torch":
+        reason = why_torchs
+        if wanted == "auto":
+            return attention.AttentionKernel(kernel=attention.FLASH_2, reason=reason)
     else:
         lengths = [len(ids) for row in range(min(per_device, len(layout))) for ids, _ in layout[row]]
         documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
@@ -289,6 +298,14 @@ def choose_attention(
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
     return attention.AttentionKernel(kernel=own, reason=reason, masks=context.size == 1)
+
+
+def _why_torchs_kernel(config: Config, stack: Stack) -> str | None:
+    if config.training.gradient_checkpointing == SELECTIVE:
+        return "selective checkpointing keeps the output of torch's kernel alone"
+    if stack.backend == "unsloth" and config.model.full_finetuning:
+        return "Unsloth compiles the layers of full fine-tuning with torch's kernel"
+    return None
 
 
 def load_model(config: Config, stack: Stack, row_length: int) -> Model:

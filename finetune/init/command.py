@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from finetune.config import Config, TrainingConfig, load
-from finetune.config.json_schema import TITLE, json_schema
 from finetune.errors import UserError
 from finetune.runtime import files, launch_lines
 from finetune.runtime.command import DONE, print_line, run_with_options
-from finetune.runtime.files import read_json, write_json, write_text
+from finetune.runtime.files import write_json, write_text
 from finetune.runtime.options import Options, path
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ PURPOSE = (
 )
 NOTES = "Exit code 0: written, 2: bad input, or a file that is there already."
 FILE = Path("my.yaml")
-SCHEMA = "finetune.schema.json"
 METHODS = ("lora", "qlora", "full")
 T = TypeVar("T")
 
@@ -47,8 +45,7 @@ def own_options() -> Options:
     found.add("--columns", _columns, "FIELD=COLUMN,...", "your columns, such as instruction=question,output=answer")
     found.add("--method", _method, "|".join(METHODS), "what to train (default: lora, or qlora if memory is too small)")
     found.add("--output-dir", str, "DIR", "folder of the run (default: outputs/NAME_OF_THE_FILE)")
-    found.add_switch("--overwrite", "replace FILE and the schema")
-    found.add("--schema", path, "FILE.json", "write only the JSON schema of the configuration, for editors")
+    found.add_switch("--overwrite", "replace FILE")
     return found
 
 
@@ -59,8 +56,6 @@ def run(argv: list[str]) -> int:
         UserError: a file exists, an answer is invalid, or there is nobody to ask.
     """
     options, _ = own_options().split(argv)
-    if options.schema is not None:
-        return _write_schema_only(options)
     _check_target(options.file, overwrite=options.overwrite)
     from finetune.init import config_file, detect
     from finetune.runtime.machine.hardware import survey
@@ -86,18 +81,15 @@ def run(argv: list[str]) -> int:
         machine=detect.machine_in_words(machine),
     )
     commands = config_file.commands(options.file, _launcher(length.global_batch_size, machine))
-    schema = options.file.with_name(SCHEMA)
-    text = config_file.text(answers, schema.name, commands)
+    text = config_file.text(answers, commands)
     _check(text)
     write_text(options.file, text)
-    _write_schema(schema, overwrite=options.overwrite)
-    print_line(f"Wrote {options.file} (and {schema.name}, with which editors complete and check it). Next:")
+    print_line(f"Wrote {options.file}. Next:")
     for command in commands.values():
         print_line(f"  {command}")
     if options.json:
         found = {
             "file": str(options.file),
-            "schema": str(schema),
             "machine": detect.facts(machine),
             "commands": commands,
         }
@@ -197,33 +189,3 @@ def _describe_rows(rows: Rows) -> dict[str, object]:
     format = rows.format
     found = {"key": rows.key, "name": rows.name, "description": rows.described, "format": None, "columns": None}
     return found | ({"format": format.name, "columns": dict(format.columns)} if format else {})
-
-
-# --- the schema -----------------------------------------------------------------------------------------------------
-
-
-def _write_schema_only(options: argparse.Namespace) -> int:
-    if options.schema.exists() and not options.overwrite and not _is_ours(options.schema):
-        raise UserError(f"{options.schema} exists. Give another name, or replace it with --overwrite.")
-    write_json(options.schema, json_schema())
-    print_line(f"Wrote {options.schema}. Name it in the first line of a YAML file:")
-    print_line(f"  # yaml-language-server: $schema={options.schema.name}")
-    if options.json:
-        write_json(options.json, {"schema": str(options.schema)})
-    return DONE
-
-
-def _write_schema(file: Path, *, overwrite: bool) -> None:
-    """Write the schema next to the configuration. One that this command wrote earlier is brought up to date."""
-    if file.exists() and not overwrite and not _is_ours(file):
-        print_line(f"warning: {file} is not a schema of this program; it was left as it is.", style="yellow")
-        return
-    write_json(file, json_schema())
-
-
-def _is_ours(file: Path) -> bool:
-    try:
-        found = read_json(file)
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("title") == TITLE

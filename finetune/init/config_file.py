@@ -39,14 +39,9 @@ def commands(file: Path, launcher: list[str]) -> dict[str, str]:
     }
 
 
-def text(answers: Answers, schema: str, next_commands: dict[str, str]) -> str:
-    """The YAML file, with a comment for each key that a user may want to change.
-
-    Args:
-        schema: path of the JSON schema, from the file's folder.
-    """
+def text(answers: Answers, next_commands: dict[str, str]) -> str:
+    """The YAML file, with a comment for each key that a user may want to change."""
     lines = [
-        _comment(f"yaml-language-server: $schema={schema}"),
         "# Written by `finetune init`. `finetune train --help` lists all keys.",
         "#",
         _comment(f"  measure first   {next_commands['dry_run']}"),

@@ -17,7 +17,7 @@ from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, files
 from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
-from finetune.runtime.machine import disk
+from finetune.runtime.machine import disk, flash
 from finetune.runtime.ranks import distributed, failures, hang, interrupt, launcher, multinode
 from finetune.runtime.types import JsonObject
 
@@ -131,6 +131,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
     if not distributed.ranks().is_main:
         return
     config, batch = job.config, job.batch
+    flash_4 = job.attention.kernel == attention.FLASH_4 and not flash.is_paused()
     training = replace(
         config.training,
         global_batch_size=batch.global_batch_size,
@@ -146,7 +147,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
         config.model,
         backend=job.stack.backend,
         dtype=str(resolve_dtype(config, job.stack)).removeprefix("torch."),
-        packed_attention="flash_4" if job.attention.kernel == attention.FLASH_4 else "torch",
+        packed_attention="flash_4" if flash_4 else "torch",
         layer_kernels="liger" if job.layer_kernels.kernels == liger.LIGER else "torch",
     )
     content = dump_yaml(replace(config, model=model, training=training))

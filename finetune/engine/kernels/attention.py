@@ -106,6 +106,10 @@ def choose(
 def kernel_used(choice: AttentionKernel) -> AttentionKernel:
     """The choice after a step. The layers of a model, or libraries that change them, may not call the function that
     switches kernels."""
+    if choice.kernel == FLASH_4 and flash.is_paused():
+        return replace(
+            choice, kernel=FLASH_2, reason="selective checkpointing keeps the output of torch's kernel alone"
+        )
     if choice.kernel != FLASH_4 or flash.has_run():
         return choice
     reason = f"{FLASH_4} was chosen, but this model's layers never used it"

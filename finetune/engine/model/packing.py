@@ -14,7 +14,6 @@ from finetune.engine.model.load_arguments import resolve_dtype
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.machine import flash
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
@@ -80,12 +79,8 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
     chosen = config.model.full_finetuning or config.model.attn_implementation is not None
     if not chosen and not _has_unsloths_attention(model):
         # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
-        # each step, which syncs three times. In full fine-tuning the call is part of a compiled block: `flash_blocks`.
+        # each step, which syncs three times. In full fine-tuning the call is part of a compiled block.
         attention.use_for_packs(model, resolve_dtype(config, stack), compiles=False)
-    if config.model.packed_attention != "torch" and flash.is_switch_installed():
-        from finetune.runtime.machine import flash_blocks  # its operators take 0.1 s of every start
-
-        flash_blocks.install_switch()
     return None
 
 

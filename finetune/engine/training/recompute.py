@@ -110,7 +110,7 @@ def apply(model: Model, recomputation: Recomputation, stack: Stack) -> None:
     """
     kind = resolve(recomputation.kind, stack.backend)
     tiled_mlp.set_tiled(model, recomputation.tiled_mlp)
-    _show_attention(kind == SELECTIVE)
+    flash.pause(kind == SELECTIVE)
     options = {"use_reentrant": False} | dict(recomputation.options)  # the reentrant kind fails under DDP
     every = options.pop("every_n_layers", 1)
     if stack.backend == "unsloth":
@@ -140,7 +140,7 @@ def _function(kind: str | bool, options: dict[str, Any]) -> Checkpoint:
 
 
 # Operators that compute attention, by the start of their names.
-_ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "finetune::flash_attention_4")
+_ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn")
 
 
 def _keep_attention(context: Any, operator: Any, *inputs: Any, **options: Any) -> checkpoint.CheckpointPolicy:
@@ -150,25 +150,6 @@ def _keep_attention(context: Any, operator: Any, *inputs: Any, **options: Any) -
     given = dict(zip(names, inputs, strict=False)) | options
     kept = operator.name().startswith(_ATTENTION) and not given.get("dropout_p")
     return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _show_attention(on: bool) -> None:
-    """Let FlashAttention-4, if it is in use, run as an operator, or as its own function.
-
-    Raises:
-        UserError: it cannot be an operator.
-    """
-    flash.set_operator(None)
-    if not (on and flash.is_enabled()):
-        return
-    from finetune.runtime.machine import flash_blocks
-
-    if (operator := flash_blocks.operator()) is None:
-        raise UserError(
-            "training.gradient_checkpointing is selective, which cannot keep the output of the installed version of "
-            f"{flash.PACKAGE}. Set model.packed_attention: torch, or gradient_checkpointing: true."
-        )
-    flash.set_operator(operator)
 
 
 def _require_input_gradients(model: Any, wanted: bool) -> None:

@@ -4,9 +4,6 @@
 `install_switch` replaces it with a switch, which `finetune.engine.kernels.attention` sets after it has compared the two
 kernels. torch has a registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (another number of
 results).
-
-In full fine-tuning Unsloth compiles its decoder blocks, and their graph holds torch's kernel itself.
-`flash_blocks` puts another switch there.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ CAUSAL = (-1, 0)  # the window of plain causal attention
 SHORTEST_BOUND = 512
 # Documents of one call. With more than these, flash-attn 4.0 runs and compiles further kernels: 7.9 s on an H200.
 MANY_DOCUMENTS = 256
-_enabled = _has_run = False
-_operator: Callable[..., Any] | None = None
+_enabled = _paused = _has_run = False
 
 
 def why_unusable() -> str | None:
@@ -83,11 +79,15 @@ def set_enabled(on: bool) -> None:
     _enabled, _has_run = on, False
 
 
-def set_operator(operator: Callable[..., Any] | None) -> None:
-    """Compute with this operator of torch (`flash_blocks.operator`), which selective checkpointing can see, or with the
-    package's own function."""
-    global _operator
-    _operator = operator
+def pause(on: bool) -> None:
+    """Compute with torch's kernel meanwhile: an operator of torch, which selective checkpointing can see."""
+    global _paused
+    _paused = on
+
+
+def is_paused() -> bool:
+    """Whether torch's kernel computes, whatever `set_enabled` says."""
+    return _paused
 
 
 def has_run() -> bool:
@@ -118,11 +118,8 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         others = set(options) - {"scale", "window_size", "enable_gqa"}
         same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
-        if not (_enabled and same and cu_seq_k is not None):
+        if not (_enabled and not _paused and same and cu_seq_k is not None):
             return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-        if _operator is not None and cu_seq_q is cu_seq_k:
-            scale = options.get("scale") or query.shape[-1] ** -0.5
-            return _operator(query, key, value, cu_seq_q, max_q, scale)[0]
         output = kernel()(
             query,
             key,

@@ -66,10 +66,7 @@ def test_what_it_writes_loads(tiny_model: Path, here: Path, format: str, method:
     found = json.loads((here / "found.json").read_text())
     assert found["rows"]["format"] == format and found["model"]["has_template"]
     text = (here / "my.yaml").read_text()
-    assert (
-        text.startswith("# yaml-language-server: $schema=finetune.schema.json\n") and found["commands"]["train"] in text
-    )
-    assert found["rows"]["description"] in text and (here / "finetune.schema.json").is_file()
+    assert found["commands"]["train"] in text and found["rows"]["description"] in text
     assert all(
         "#" in line for line in text.splitlines() if ":" in line and not line.endswith(":") and "_file" not in line
     )
@@ -139,17 +136,12 @@ def test_the_length_of_raw_text_is_counted_in_pieces(tiny_model: Path, here: Pat
 def test_nothing_is_replaced_unasked(tiny_model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(here / "rows.jsonl", ROWS["text"])
     (here / "my.yaml").write_text("mine")
-    (here / "finetune.schema.json").write_text('{"title": "mine"}')
     given = ["--model", str(tiny_model), "--data", "rows.jsonl"]
     assert command.main(given) == 2
     assert "my.yaml exists" in capsys.readouterr().err and (here / "my.yaml").read_text() == "mine"
     assert command.main(["other.yaml", *given]) == 0
-    assert (here / "finetune.schema.json").read_text() == '{"title": "mine"}'  # and said so
-    assert "was left as it is" in capsys.readouterr().out
-    assert command.main(["--schema", "finetune.schema.json"]) == 2
     assert command.main([*given, "--overwrite"]) == 0
     assert (here / "my.yaml").read_text() != "mine"
-    assert json.loads((here / "finetune.schema.json").read_text())["properties"]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +164,7 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str], given: list[st
     (here / "empty").mkdir()
     assert command.main(given) == 2
     assert said in " ".join(capsys.readouterr().err.split())
-    assert not (here / "my.yaml").exists() and not (here / "finetune.schema.json").exists()
+    assert not (here / "my.yaml").exists()
 
 
 def test_names_of_files_cannot_add_lines(tiny_model: Path, here: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
 import sys
@@ -20,11 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from finetune.config import load
 from finetune.engine.kernels import attention
-from finetune.engine.training import recompute
 from finetune.errors import UserError
-from finetune.runtime.machine import flash, flash_blocks
+from finetune.runtime.machine import flash
 from tests.helpers import tiny
-from tests.unit.engine.training.test_recompute import llama
 
 LENGTHS = (5, 9, 2)
 SHAPES = attention.AttentionShapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
@@ -281,7 +278,10 @@ def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls
     attend(*"qkvbb", 9, 9)  # not causal
     attend(*"qkvbb", 9, 9, return_aux=object(), **causal)
     attend(*"qkvb", None, 9, 9, **causal)
-    assert calls == ["torch", "flash", "flash", "torch", "torch", "torch", "torch"]
+    flash.pause(True)
+    attend(*"qkvbb", 9, 9, **causal)
+    flash.pause(False)
+    assert calls == ["torch", "flash", "flash", "torch", "torch", "torch", "torch", "torch"]
 
 
 def test_short_documents_do_not_ask_for_kernels_of_their_own(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,155 +344,7 @@ def test_the_switch_keeps_the_signature_that_unsloth_reads() -> None:
     assert inspect.signature(flash.switch(varlen.varlen_attn)) == inspect.signature(varlen.varlen_attn)
 
 
-# --- Unsloth's compiled blocks ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Unsloth's module with what its blocks call, and a package with plain attention in place of its kernels."""
-
-    def _flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window):  # type: ignore[no-untyped-def]
-        return query.transpose(1, 2) * 0
-
-    def plainly(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float) -> torch.Tensor:
-        return of_each_document(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
-
-    def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-                        return_lse, out, lse):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert causal and return_lse and lse.shape == (q.shape[1], q.shape[0]) and max_seqlen_q == max_seqlen_k == 512
-        out.copy_(plainly(q, k, v, cu_seqlens_q, max_seqlen_k, softmax_scale))
-        lse.fill_(7)
-
-    def _flash_attn_bwd(q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        softmax_scale, causal, dq, dk, dv):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert causal and bool((lse == 7).all()) and dout.is_contiguous()
-        # By hand: autograd does not see within an operator.
-        per_group = q.shape[1] // k.shape[1]
-        for begin, end in zip(cu_seqlens_q.tolist()[:-1], cu_seqlens_q.tolist()[1:], strict=True):
-            rows = slice(begin, end)
-            query, given = q[rows].transpose(0, 1), dout[rows].transpose(0, 1)
-            key, value = (one[rows].transpose(0, 1).repeat_interleave(per_group, 0) for one in (k, v))
-            later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
-            weights = (query @ key.mT * softmax_scale).masked_fill(later, -torch.inf).softmax(-1)
-            of_weights = given @ value.mT
-            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * softmax_scale
-            dq[rows] = (of_scores @ key).transpose(0, 1)
-            dk[rows] = (of_scores.mT @ query).unflatten(0, (-1, per_group)).sum(1).transpose(0, 1)
-            dv[rows] = (weights.mT @ given).unflatten(0, (-1, per_group)).sum(1).transpose(0, 1)
-
-    interface = types.ModuleType("flash_attn.cute.interface")
-    functions = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
-    interface.__dict__.update(functions, flash_attn_varlen_func=None)
-    cute = types.ModuleType("flash_attn.cute")
-    cute.interface = interface  # type: ignore[attr-defined]
-    unsloths = types.ModuleType("unsloth.utils.hf_packed_attention")
-    unsloths._flash_varlen = _flash_varlen  # type: ignore[attr-defined]
-    for module in (types.ModuleType("flash_attn"), cute, interface, unsloths):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(flash, "is_switch_installed", lambda: True)
-    monkeypatch.setattr(flash, "kernel", lambda: None)
-    return unsloths
-
-
-def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -> None:
-    flash_blocks.install_switch()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def block(x: Any, bounds: Any, longest: int, window: int | None = None) -> Any:
-        query, key, value = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in x.split([32, 16, 16], -1))
-        return blocks._flash_varlen(query, key, value, bounds, longest, 0.3, window) * 2
-
-    for lengths in (LENGTHS, (4, 12, 1, 3)):
-        torch.manual_seed(0)
-        bounds, longest = attention.boundaries(torch.tensor(lengths, dtype=torch.int32))
-        x = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
-        flash.set_enabled(True)
-        assert not flash.has_run()
-        found = block(x, bounds, longest)
-        assert flash.has_run()
-        query, key, value = (part.unflatten(-1, (-1, 8))[0] for part in x.split([32, 16, 16], -1))
-        expected = 2 * of_each_document(
-            query, key, value, bounds, bounds, longest, longest, scale=0.3, window_size=(-1, 0)
-        )
-        torch.testing.assert_close(found, expected[None])
-        given = torch.randn_like(found)
-        torch.testing.assert_close(torch.autograd.grad(found, x, given), torch.autograd.grad(expected, x, given[0]))
-        assert not block(x, bounds, longest, 4).any()  # with a window, Unsloth's own
-        flash.set_enabled(False)
-        assert not block(x, bounds, longest).any() and not flash.has_run()
-
-
-@pytest.fixture
-def layers() -> Any:
-    """A model of transformers, which must not meet the package that `blocks` makes up."""
-    return llama()
-
-
-def test_selective_checkpointing_keeps_what_flash_attention_4_returns(
-    layers: Any, blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the switch it is an operator then, which the policy of torch's checkpoint sees."""
-    interface, runs = sys.modules["flash_attn.cute.interface"], []
-    forward = interface._flash_attn_fwd
-
-    @functools.wraps(forward)
-    def counted(*given: Any, **options: Any) -> None:
-        runs.append(1)
-        forward(*given, **options)
-
-    monkeypatch.setattr(interface, "_flash_attn_fwd", counted)
-    flash.set_enabled(True)
-    stack: Any = types.SimpleNamespace(backend="transformers", device="cpu")
-    attend = flash.switch(of_each_document)
-    bounds, longest = attention.boundaries(torch.tensor(LENGTHS, dtype=torch.int32))
-    torch.manual_seed(0)
-    x = torch.randn(sum(LENGTHS), 4, 8, dtype=torch.float64, requires_grad=True)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        query, key, value = x.sin(), x.cos(), 2 * x
-        return attend(query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL).exp()
-
-    try:
-        recompute.apply(layers, recompute.Recomputation(kind="selective"), stack)
-        found = layers.model.layers[0]._gradient_checkpointing_func(layer, x)
-        (gradient,) = torch.autograd.grad(found.sum(), x)
-        assert len(runs) == 1
-        flash.set_enabled(False)
-        torch.testing.assert_close(gradient, torch.autograd.grad(layer(x).sum(), x)[0])
-        flash.set_enabled(True)
-        monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
-        with pytest.raises(UserError, match="selective, which cannot keep the output of .*packed_attention: torch"):
-            recompute.apply(layers, recompute.Recomputation(kind="selective"), stack)
-    finally:
-        flash.set_enabled(False)
-        recompute.apply(layers, recompute.Recomputation(kind=True), stack)
-
-
-@pytest.mark.parametrize(("wanted", "offered"), [("auto", True), ("flash_4", True), ("torch", False)])
-def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
-    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch, wanted: str, offered: bool
-) -> None:
-    from types import SimpleNamespace
-
-    from finetune.engine.model.packing import prepare_for_packs
-
-    theirs = blocks._flash_varlen
-    blocks.enable_hf_packed_attention = lambda: True  # type: ignore[attr-defined]
-    packing = types.ModuleType("unsloth.utils.packing")
-    packing.mark_allow_overlength = lambda model: None  # type: ignore[attr-defined]
-    for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), packing):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", wanted]
-    words += ["--model.full_finetuning", "true"]
-    stack: Any = SimpleNamespace(device="cuda", backend="unsloth")
-    with monkeypatch.context() as patched:  # as where flash-attn is not installed: it is not imported either
-        patched.setattr(flash, "is_switch_installed", lambda: False)
-        patched.delitem(sys.modules, flash_blocks.__name__)
-        patched.delattr("finetune.runtime.machine.flash_blocks")
-        prepare_for_packs(None, load(words, command="train"), stack)
-        assert blocks._flash_varlen is theirs and flash_blocks.__name__ not in sys.modules
-    prepare_for_packs(None, load(words, command="train"), stack)
-    assert (blocks._flash_varlen is not theirs) == offered
+# --- packs with Unsloth -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("whose", "words", "packed"), [
@@ -502,7 +354,7 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
     ("transformers", ["--model.attn_implementation", "sdpa"], False),
 ])  # fmt: skip
 def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
-    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch, whose: str, words: list[str], packed: bool
+    monkeypatch: pytest.MonkeyPatch, whose: str, words: list[str], packed: bool
 ) -> None:
     from finetune.engine.model.packing import prepare_for_packs
 
@@ -512,10 +364,11 @@ def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
     if whose == "unsloth":
         monkeypatch.setattr(LlamaAttention, "forward", forward)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    blocks = types.ModuleType("unsloth.utils.hf_packed_attention")
     blocks.enable_hf_packed_attention = lambda: True  # type: ignore[attr-defined]
     theirs = types.ModuleType("unsloth.utils.packing")
     theirs.mark_allow_overlength = lambda model: None  # type: ignore[attr-defined]
-    for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), theirs):
+    for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), theirs, blocks):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
@@ -523,40 +376,6 @@ def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
     stack: Any = types.SimpleNamespace(device="cuda", backend="unsloth")
     prepare_for_packs(model, load(words, command="train"), stack)
     assert (model.config._attn_implementation == attention.PACKED) is packed
-
-
-def test_functions_that_it_does_not_know_are_left_alone(
-    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = blocks._flash_varlen
-    interface = sys.modules["flash_attn.cute.interface"]
-    with monkeypatch.context() as patched:
-        patched.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
-        flash_blocks.install_switch()
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "flash_attn.cute", None)  # a broken installation: its import fails
-        flash_blocks.install_switch()
-    assert blocks._flash_varlen is theirs
-    flash_blocks.install_switch()
-    switch = blocks._flash_varlen
-    flash_blocks.install_switch()  # as a second trainer does
-    assert blocks._flash_varlen is switch is not theirs
-    blocks._flash_varlen = other = lambda query, key, value, sink: None  # type: ignore[attr-defined]
-    flash_blocks.install_switch()
-    assert blocks._flash_varlen is other
-
-
-@pytest.mark.unsloth
-def test_the_installed_unsloth_has_the_function_in_its_blocks() -> None:
-    """Read, not imported."""
-    import ast
-    import importlib.util
-
-    unsloth = importlib.util.find_spec("unsloth")
-    assert unsloth is not None
-    tree = ast.parse((Path(str(unsloth.origin)).parent / "utils" / "hf_packed_attention.py").read_text())
-    (function,) = (one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "_flash_varlen")
-    assert [one.arg for one in function.args.args] == flash_blocks.PARAMETERS
 
 
 def test_the_record_names_a_kernel_that_was_called() -> None:
@@ -568,6 +387,10 @@ def test_the_record_names_a_kernel_that_was_called() -> None:
     assert found.kernel == attention.OTHER and "never used it" in found.reason and found.milliseconds == {"a": 1.0}
     flash.mark_run()
     assert attention.kernel_used(chosen) == chosen
+    flash.pause(True)  # by another way to keep activations than those of earlier trials
+    found = attention.kernel_used(chosen)
+    assert found.kernel == attention.FLASH_2 and "selective" in found.reason
+    flash.pause(False)
     flash.set_enabled(False)
     other = attention.AttentionKernel(kernel=attention.FLASH_2, reason="set by model.packed_attention")
     assert attention.kernel_used(other) == other
@@ -691,6 +514,11 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
     assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 9, 40))
     # Two packs: of padding alone; or of two documents and a segment of padding each, and one more segment.
     assert documents == (2, 7)
+    rest: Any = (stack, Layout(), 2, torch.bfloat16)
+    found = choose_attention("auto", model, *rest, why_torchs="its layers hold torch's")
+    assert (found.kernel, found.reason) == (attention.FLASH_2, "its layers hold torch's") and len(given) == 1
+    with pytest.raises(UserError, match="flash_4, which this run cannot use: its layers hold torch's"):
+        choose_attention("flash_4", model, *rest, why_torchs="its layers hold torch's")
 
 
 def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
