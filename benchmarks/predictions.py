@@ -3,7 +3,7 @@
     python -m benchmarks.predictions --train train.jsonl --work WORK --out OUT.json [--world-sizes 1,2]
 
 On GPUs of one host. First `finetune bench comm` with and without peer access (unless --work has its files), then for
-as many cases at a time as there are GPUs: `finetune advise --as-given`, and the shipped training command on one GPU,
+as many cases at a time as there are GPUs: `finetune advise`, and the shipped training command on one GPU,
 side by side, one on each; then that command on several, on as many groups of GPUs as there are, at last on all. It
 scores its own prediction in run.json. The verdict is held against the measured one by the same rule: the number of GPUs
 that is fastest at an efficiency of at least 70 %. It is median steps that are compared: advice is asked for a long run,
@@ -192,7 +192,7 @@ def advise(options: argparse.Namespace, model: Path, case: Case, comm: dict[str,
     out = options.work / f"advice-{gpu}-{time.monotonic_ns()}.json"
     worlds = ",".join(map(str, options.world_sizes))
     file = comm["no-peers" if case.environment else "peers"]
-    words = ["-m", "finetune.advise", "--as-given", "--comm", str(file), "--world-sizes", worlds, "--json", str(out)]
+    words = ["-m", "finetune.advise", "--comm", str(file), "--world-sizes", worlds, "--json", str(out)]
     job = [*words_of(options, model, case, f"advised-{gpu}"), "--training.max_steps", str(LONG)]
     # All GPUs are in sight, as for a user, and the first of them is the one that dry runs take.
     seen = ",".join(map(str, [gpu, *(other for other in range(max(options.world_sizes)) if other != gpu)]))

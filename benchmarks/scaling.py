@@ -170,7 +170,7 @@ def advice(words: list[str], variables: dict[str, str], given: argparse.Namespac
     file = given.work / "advice.json"
     file.unlink(missing_ok=True)
     worlds = ",".join(map(str, given.worlds))
-    words = ["--as-given", "--world-sizes", worlds, "--json", str(file), *words]
+    words = ["--world-sizes", worlds, "--json", str(file), *words]
     launched(["-m", "finetune.advise", *words], variables, given)
     return json.loads(file.read_text()) if file.is_file() else None
 

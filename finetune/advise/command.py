@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,7 @@ from finetune.runtime.options import Options, counts, number, path
 from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
-    from finetune.advise.candidates import DryRunner, DryRunResult, Improvement
-    from finetune.advise.launch import LaunchPlan
+    from finetune.advise.candidates import DryRunner, DryRunResult
     from finetune.measure.predict import Curve
 
 PURPOSE = (
@@ -48,8 +47,6 @@ def own_options() -> Options:
     comm = "read the all-reduce from an earlier `finetune bench comm --json`, of this machine or another"
     found.add("--comm", path, "FILE.json", comm)
     found.add_switch("--fastest", "recommend the fastest world size at any efficiency (default: at least 70%%)")
-    found.add_switch("--as-given", "do not try faster settings on one GPU")
-    found.add("--out", path, "DIR", "write the accelerate profile, NCCL environment and launch script to this folder")
     return found
 
 
@@ -79,8 +76,8 @@ def run(argv: list[str]) -> int:
     base = bench.try_out(())
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = advise_configuration(config, options, machine, bench, base, given)
-    write(given_config, options, machine, advice, plan)
+    advice = advise_configuration(config, options, machine, bench, base, given)
+    write(given_config, options, machine, advice)
     return DONE
 
 
@@ -112,8 +109,8 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     config = replace(config, training=training)
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
-    advice, plan = advise_configuration(config, options, machine, bench, base, given)
-    write(None, options, machine, advice, plan)
+    advice = advise_configuration(config, options, machine, bench, base, given)
+    write(None, options, machine, advice)
     return DONE
 
 
@@ -142,21 +139,18 @@ def advise_configuration(
     bench: DryRunner,
     base: DryRunResult,
     given: Mapping[int, Curve],
-) -> tuple[JsonObject, LaunchPlan]:
-    """Find better settings, predict the world sizes, choose one, and print all of it."""
+) -> JsonObject:
+    """Predict the world sizes, choose one, and print all of it."""
     from finetune.advise import candidates, launch, prediction, report, verdict
 
     assert base.measured is not None
-    better = [] if options.as_given else candidates.improvements(config, bench, base)
-    faster = candidates.choose_changes(bench, better)
     worlds = world_sizes(options, config, devices_here(machine), given)
-    measured = candidates.measure_at_world_sizes(config, bench, base.measured, faster, worlds)
+    measured = candidates.measure_at_world_sizes(config, bench, base.measured, base.recommended, worlds)
     rows, chosen, between = prediction.compare(config, measured, options, machine)
-    size, others = candidates.split_size(faster)
-    settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
+    settings = [] if base.recommended is None else [candidates.PER_DEVICE, str(chosen.per_device)]
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
     target = bench.script[:1] or ["-m", "finetune.train"]
-    plan = launch.plan(chosen.world_size, machine, arguments, options.out, target)
+    plan = launch.plan(chosen.world_size, machine, arguments, target)
     one, weights = base.measured, base.master_weights
     notes = [f"Trained weights: {weights['kind']} ({weights['reason']})."] if weights else []
     advice = {
@@ -171,7 +165,6 @@ def advise_configuration(
         "environment": plan.environment,
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
-        "improvements": [improvement_entry(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
         "longest_rows": base.longest_rows,
         "notes": [
@@ -184,32 +177,14 @@ def advise_configuration(
         "measured_on": prediction.measured_on(config),
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
-    return advice, plan
+    return advice
 
 
-def improvement_entry(one: Improvement, faster: Sequence[str], bench: DryRunner) -> JsonObject:
-    """One better setting, for the report."""
-    change = one.change
-    return {
-        "name": change.name,
-        "flags": bench.flags(change.arguments),
-        "factor": one.factor,
-        "same_result": change.same_result,
-        "applied": set(change.arguments) <= set(faster),
-    }
-
-
-def write(
-    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject, plan: LaunchPlan
-) -> None:
-    """Write the advice to the cache (for `training.strategy: auto` of a configuration), to --out and to --json."""
-    from finetune.advise import launch
-
+def write(config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject) -> None:
+    """Write the advice to the cache (for `training.strategy: auto` of a configuration) and to --json."""
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
     if config is not None and config.training.strategy != "shard":  # `auto` decides that by other advice
         write_json(strategy.advice_file(config, machine.count), kept)
-    if options.out is not None:
-        launch.write(options.out, plan, advice["reason"])
     if options.json:
         write_json(options.json, advice)
 

@@ -52,13 +52,7 @@ def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) ->
 
 
 def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
-    """Print the advice: improvements on one device, the table of world sizes, the decision."""
-    for one in advice["improvements"]:
-        what = "is in the launch line" if one["applied"] else "trains a different model, so it is your decision"
-        if one["same_result"] and not one["applied"]:
-            what = "does not help in addition to the others"
-        text = f"On one device {one['name']} is {one['factor']:.2f} times as fast ({' '.join(one['flags'])}); {what}."
-        print_line(text)
+    """Print the advice: the table of world sizes, the decision."""
     if advice["longest_rows"] is not None:
         print_longest_rows(advice["longest_rows"])
     shown = Table(title=f"Predicted from {advice['measured_on']}", title_justify="left")

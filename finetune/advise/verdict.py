@@ -11,7 +11,6 @@ from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 EFFICIENCY_TO_JUSTIFY = 0.7  # below this, a second GPU is not worth it
-LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class FakeBench(DryRunner):
         return self.results.get(key, self.otherwise)
 
 
-OFF, SIZE = "--training.gradient_checkpointing false", "--training.per_device_train_batch_size"
+SIZE = "--training.per_device_train_batch_size"
 
 
 def all_reduce(world: int, sizes: Any = None, *args: Any, **kw: Any) -> dict[str, Any]:

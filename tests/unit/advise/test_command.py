@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 from finetune import advise
@@ -103,7 +102,7 @@ def test_advice_on_a_job_whose_rows_gpus_share_is_on_groups_of_them(
     assert kept is not None and kept["world_size"] == 4
     alone_words = [word for word in words if word not in ("--training.context_parallel", "2")]
     assert strategy.find_advice(load(alone_words, command="train"), 4) is None
-    assert advise.main([*words, "--as-given", "--world-sizes", "1,2,3"]) == 0
+    assert advise.main([*words, "--world-sizes", "1,2,3"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 device: not here: the job runs on 2 or more" not in said
     assert "1 device: the job runs on 2 or more" in said and "does not divide 3 (processes)" in said
@@ -192,16 +191,14 @@ def test_the_whole_story_on_two_like_gpus(
     monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
     monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
     monkeypatch.setattr(candidates.comm, "measure", all_reduce)
-    report, out = tmp_path / "advice.json", tmp_path / "advised"
-    arguments = configuration(tmp_path, "--json", str(report), "--out", str(out), "--as-given")
+    report = tmp_path / "advice.json"
+    arguments = configuration(tmp_path, "--json", str(report))
     assert advise.main([*arguments, "--price-per-gpu-hour", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "ADVICE: 2 devices" in said and "only those of the adapter," in said
     advice = json.loads(report.read_text())
     assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
-    assert "# no pair of GPUs has peer access" in (out / "environment.sh").read_text()
-    assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
     # For the score of the real run, which has the environment that was measured, and of no other.
     same = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}
     assert measurements.find_comm(2, "nccl", "NVIDIA L4", same)[0] is not None
@@ -246,21 +243,17 @@ def test_a_script_is_advised_by_dry_runs_of_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dry = DryRuns(monkeypatch, tmp_path)
-    words = ["mine.py", "--model", "x", "--world-sizes", "1,2", "--batch", "7", "--json", "advice.json", "--out", "out"]
+    words = ["mine.py", "--model", "x", "--world-sizes", "1,2", "--batch", "7", "--json", "advice.json"]
     assert advise.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     first, *others = dry.asked
     assert first == "-m finetune.dryrun --devices 2 --longest mine.py -- --model x --batch 7"
     fixed = "-m finetune.dryrun --devices 1 mine.py -- --model x --batch 7 --finetune training.global_batch_size=16"
     assert others and all(one.startswith(fixed) for one in others)
-    assert not any("model.load" in one for one in others)  # which the script decides
-    assert f"{fixed} --finetune data.packing=true" in others
-    assert "8 rows at a time is 2.00 times as fast (--finetune training.per_device_train_batch_size=8)" in said
+    assert "ADVICE: 2 devices" in said
     advice = json.loads(Path("advice.json").read_text())
     given = "--model x --batch 7 --finetune training.global_batch_size=16"
     command_line = f"mine.py {given} --finetune training.per_device_train_batch_size=8"
     assert advice["world_size"] == 2 and advice["launch"].endswith(command_line)
-    assert (
-        command_line in Path("out/launch.sh").read_text() and "finetune.train" not in Path("out/launch.sh").read_text()
-    )
+    assert "finetune.train" not in advice["launch"]
     assert not list(Path("cache").rglob("advice-*"))  # of `training.strategy: auto`, which a script does not have
