@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError
-from finetune.export import card, gguf, hub, verify
+from finetune.export import card, gguf, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
@@ -20,14 +19,13 @@ from finetune.runtime import bootstrap, files
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.options import Options, one_of, path
 from finetune.runtime.types import JsonObject, Tokenizer
-from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.export.merged import Merge
 
 PURPOSE = (
-    "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model, a GGUF file, or to the Hub."
-    " Every export is loaded again by plain transformers and compared with the run before it gets its name."
+    "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model or a GGUF file. Every export"
+    " is loaded again by plain transformers and compared with the run before it gets its name."
 )
 NOTES = "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then."
 FORMS = ("adapter", "merged", "gguf")
@@ -45,17 +43,13 @@ def own_options() -> Options:
     """The options of this command."""
     found = Options("export", PURPOSE, notes=NOTES, configuration=False, usage="RUN|CHECKPOINT --to FORM --out DIR")
     found.add_argument("source", type=path, metavar="RUN|CHECKPOINT", help="output folder of a run, or a checkpoint")
-    found.add("--to", one_of(*FORMS, "hub"), "FORM", "adapter, merged, gguf or hub")
-    found.add("--out", path, "DIR", "new folder for the export; with --to hub also an earlier export of the same run")
+    found.add("--to", one_of(*FORMS), "FORM", "adapter, merged or gguf")
+    found.add("--out", path, "DIR", "new folder for the export; `hf upload USER/NAME DIR --private` publishes it")
     found.add("--base", str, "DIR", "the base model's folder or name, if it is not where the run found it")
     found.add("--dtype", one_of(*DTYPES), "DTYPE", "of a merged model: bfloat16 or float32 (default: the base model's)")
     found.add("--shard-size", _gigabytes, "GB", "largest file of a merged model, in GB (default 5)")
     found.add("--gguf-type", str.lower, "TYPE", "f16 (default), bf16, f32, or a type of llama-quantize such as q4_k_m")
     found.add("--llama-cpp", path, "DIR", "folder with llama.cpp's convert_hf_to_gguf.py")
-    found.add("--form", one_of(*FORMS), "FORM", "with --to hub: what goes up (default: adapter, or the full model)")
-    found.add("--repo", str, "USER/NAME", "with --to hub: the repository")
-    found.add_switch("--upload", "with --to hub: really upload; without it the files are listed")
-    found.add_switch("--public", "with --to hub: create a public repository instead of a private one")
     found.add_switch("--overwrite", "replace an earlier export in --out")
     found.add_switch("--no-verify", "do not load and compare the export")
     found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run in the check")
@@ -63,7 +57,7 @@ def own_options() -> Options:
 
 
 def run(argv: list[str]) -> int:
-    """Find, check, write, verify, and upload if asked for.
+    """Find, check, write and verify.
 
     Raises:
         UserError, RunError: with what is wrong and what to do; nothing is left in --out.
@@ -71,23 +65,18 @@ def run(argv: list[str]) -> int:
     started = time.perf_counter()
     options, _ = own_options().split(argv)
     check_options(options)
-    if options.to == "hub":
-        hub.check_name(options.repo)
-        if options.upload:
-            hub.check_token()
     bootstrap.quiet_libraries("error")
     found = sources.find(options.source, options.base)
-    form = _choose_form(options, found)
+    if options.to == "adapter" and found.adapter is None:
+        raise UserError(f"{found.given} has no adapter: all weights were trained. Use --to merged.")
     for note in found.notes:
         print_line(f"note: {note}", style="yellow")
     if found.raw:
         print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
-    result = reuse_earlier(options, found, form) or export(options, found, form)
+    result = export(options, found, options.to)
     from finetune.engine.monitoring import peak_memory
 
     result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_memory.host_gib()}
-    if options.to == "hub":
-        result |= publish(options)
     if options.json:
         files.write_json(options.json, redact_tree(result))
     return DONE
@@ -102,11 +91,7 @@ def check_options(options: argparse.Namespace) -> None:
     for flag in ("to", "out"):
         if getattr(options, flag) is None:
             raise UserError(f"export needs --{flag}. See finetune export --help.")
-    on_hub = options.to == "hub"
-    for flag in ("repo", "form", "upload", "public"):
-        if getattr(options, flag) and not on_hub:
-            raise UserError(f"--{flag} is for --to hub: got --to {options.to}. Remove one of them.")
-    form = options.form if on_hub else options.to
+    form = options.to
     for flag in ("gguf-type", "llama-cpp"):
         if getattr(options, flag.replace("-", "_")) and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
@@ -119,16 +104,9 @@ def check_options(options: argparse.Namespace) -> None:
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())
-        if not (earlier and (on_hub or options.overwrite)) and not empty:
+        if not (earlier and options.overwrite) and not empty:
             remedy = "Give --overwrite to replace it" if earlier else "Give a new folder"
             raise UserError(f"--out {options.out} exists already. {remedy}.")
-
-
-def _choose_form(options: argparse.Namespace, found: Source) -> str:
-    form = options.form or ("adapter" if found.adapter else "merged") if options.to == "hub" else options.to
-    if form == "adapter" and found.adapter is None:
-        raise UserError(f"{found.given} has no adapter: all weights were trained. Use --to merged.")
-    return form
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -165,7 +143,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         tokenizer = write_tokenizer(found, model)
         note_stop_text(found, tokenizer)
         if merge is None:
-            write_adapter(found, model, public=options.to == "hub")
+            write_adapter(found, model)
             write_generation_config(found, model, tokenizer)
         else:
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
@@ -232,17 +210,16 @@ def write_tokenizer(found: Source, folder: Path) -> Tokenizer:
         ) from None
 
 
-def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
-    """Copy the adapter as it is; for the Hub, with the name of the base model's folder instead of its path."""
+def write_adapter(found: Source, folder: Path) -> None:
+    """Copy the adapter as it is."""
     shutil.copyfile(found.folder / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    name = card.shortened(found.name) if public else found.name
-    if name != found.name:
+    if card.shortened(found.name) != found.name:
         print_line(
-            "note: the base model is a local folder, so others cannot load this adapter. Set base_model_name_or_path "
-            "in adapter_config.json to its name on the Hub, or use --form merged.",
+            "note: the base model is a local folder. Before you publish this adapter, set base_model_name_or_path in "
+            "its adapter_config.json to the model's name on the Hub, or use --to merged.",
             style="yellow",
         )
-    files.write_json(folder / "adapter_config.json", _adapter_config(found) | {"base_model_name_or_path": name})
+    files.write_json(folder / "adapter_config.json", _adapter_config(found) | {"base_model_name_or_path": found.name})
 
 
 def _adapter_config(found: Source) -> JsonObject:
@@ -369,66 +346,12 @@ def describe(found: Source, form: str, folder: Path) -> JsonObject:
         "source": str(found.given),
         "step": found.step,
         "base": found.name,
-        "source_digest": digest(found),
         "files": [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "xxh3_128": one}
             for path, one in zip(paths, sums, strict=True)
         ],
         "notes": found.notes,
     }
-
-
-def digest(found: Source) -> str:
-    """Identifies the weights that were exported."""
-    paths = sorted(found.folder.glob("*model*.safetensors"))
-    return files.checksum_of_json([files.checksums(paths), json.dumps(found.adapter, sort_keys=True)])
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
-
-
-def reuse_earlier(options: argparse.Namespace, found: Source, form: str) -> JsonObject | None:
-    """The result of an earlier export in --out, with --to hub; None if there is none.
-
-    Raises:
-        UserError: it is of another run or form, or its files have changed.
-    """
-    if options.to != "hub" or not (options.out / MANIFEST).is_file() or options.overwrite:
-        return None
-    try:
-        earlier = files.read_json(options.out / MANIFEST)
-        same = earlier["form"] == form and earlier["source_digest"] == digest(found)
-        same = same and earlier.get("dtype") == options.dtype
-        recorded = {one["name"]: one["xxh3_128"] for one in earlier["files"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        same, earlier, recorded = False, {}, {}
-    if not same:
-        raise UserError(f"--out {options.out} holds another export. Give a new folder, or --overwrite to replace it.")
-    paths = {one["name"]: options.out / one["name"] for one in hub.files(options.out)}
-    now = dict(zip(paths, files.checksums(paths.values()), strict=True))
-    edited = [name for name in recorded.keys() | now.keys() if now.get(name) != recorded.get(name)]
-    free = {"README.md", "adapter_config.json"}  # the user fills in the card, and may name the base on the Hub
-    if edited := sorted(set(edited) - free):
-        raise UserError(f"--out {options.out} has changed since its export: {edited[0]}. Export it again.")
-    print_line(f"Using the earlier export in {options.out}")
-    return earlier | {"out": str(options.out)}
-
-
-def publish(options: argparse.Namespace) -> JsonObject:
-    """List what goes to the Hub and, with --upload, upload it."""
-    listed = hub.files(options.out)
-    total = sum(one["bytes"] for one in listed)
-    visibility = "public" if options.public else "private"
-    print_line(f"{'Uploading' if options.upload else 'Would upload'} to {options.repo} ({visibility}):")
-    for one in listed:
-        print_line(f"  {one['bytes']:>15,}  {one['name']}")
-    print_line(f"  {total:>15,}  bytes in {counted(len(listed), 'file')}")
-    address = hub.upload(options.out, options.repo, private=not options.public) if options.upload else None
-    if address is None:
-        print_line("Nothing was uploaded. Fill in README.md, then add --upload.")
-    else:
-        print_line(f"Uploaded: {address}")
-    return {"repo": options.repo, "upload": listed, "uploaded": address}
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
