@@ -171,7 +171,7 @@ def advise_configuration(
             *notes,
             *report.active_parameters(one),
             *([] if config.training.strategy == "shard" else [report.gradients(one)]),
-            report.learning_rate(config, one.global_batch_size, of_script=bool(bench.script)),
+            report.learning_rate(config, one.global_batch_size),
         ],
         "start_up_of_ranks_seconds": between.connecting,
         "measured_on": prediction.measured_on(config),

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from finetune.advise.verdict import Row
-from finetune.config import Config, scaled_learning_rate
+from finetune.config import Config
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure.dry_run_report import print_longest_rows
 from finetune.measure.measurements import Measurement
@@ -38,17 +38,10 @@ def active_parameters(measured: Measurement) -> list[str]:
     return [f"Mixture of experts: {size}. A step computes with the active ones; the weights of all are in memory."]
 
 
-def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) -> str:
-    """How the learning rate depends on the number of GPUs."""
-    training = config.training
-    rate = scaled_learning_rate(training, global_batch_size)
-    if training.learning_rate_rule == "none":
-        stays = f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
-        return f"{stays} {rate:g}." + ("" if of_script else " For a larger batch, see training.learning_rate_rule.")
-    return (
-        f"The learning rate is {rate:g}: {training.learning_rate:g} was set for {training.base_global_batch_size} "
-        f"rows, and the rule {training.learning_rate_rule} scales it to {global_batch_size}, on any number of GPUs."
-    )
+def learning_rate(config: Config, global_batch_size: int) -> str:
+    """That the number of GPUs changes neither the batch nor the learning rate."""
+    stays = f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
+    return f"{stays} {config.training.learning_rate:g}."
 
 
 def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:

@@ -5,7 +5,6 @@ from finetune.config.batch import (
     data_ranks,
     fixed_batch_arguments,
     resolve_batch,
-    scaled_learning_rate,
     with_fixed_batch,
 )
 from finetune.config.help import help_text
@@ -36,5 +35,4 @@ __all__ = [
     "help_text",
     "load",
     "resolve_batch",
-    "scaled_learning_rate",
 ]

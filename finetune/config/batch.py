@@ -120,19 +120,6 @@ def fixed_batch_arguments(training: TrainingConfig, world_size: int, data: DataC
     return ["--training.global_batch_size", str(size), "--training.gradient_accumulation_steps", "null"]
 
 
-def scaled_learning_rate(training: TrainingConfig, global_batch_size: int) -> float:
-    """The peak learning rate for a global batch of `global_batch_size` rows.
-
-    The number of GPUs changes neither. For a larger batch, the rate may be scaled with
-    k = global_batch_size / base_global_batch_size: linear, by k (Goyal et al. 2017, arXiv 1706.02677, for SGD), or
-    square_root, by its root (Krizhevsky 2014, arXiv 1404.5997; for Adam, Malladi et al. 2022, arXiv 2205.10287).
-    """
-    if training.base_global_batch_size is None:
-        return training.learning_rate
-    factor = global_batch_size / training.base_global_batch_size
-    return training.learning_rate * (factor if training.learning_rate_rule == "linear" else math.sqrt(factor))
-
-
 def _largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
 

@@ -101,6 +101,7 @@ MANAGED_ARGUMENTS = {
         "model peft_config": "use model.model_name_or_path",
         "task_type peft_type inference_mode": "the adapter is always a LoRA for causal language modeling",
         "base_model_name_or_path revision": "use model.model_name_or_path and model.revision",
+        "alora_invocation_tokens": "PEFT looks for them once per row of a batch. Train with trl.SFTTrainer",
     },
 }
 
@@ -276,7 +277,7 @@ def managed_arguments(config: Config, given: frozenset[str]) -> Contradictions:
 # Starts of an adapter that PEFT makes from the model's own activations or gradients, in a pass over the data.
 DATA_DRIVEN = ("eva", "corda", "lora_ga")
 # Arguments of LoraConfig that count from 0.
-_COUNTED = ("layers_to_transform", "trainable_token_indices", "alora_invocation_tokens")
+_COUNTED = ("layers_to_transform", "trainable_token_indices")
 
 
 def adapter_arguments(config: Config, given: frozenset[str]) -> Contradictions:
@@ -304,29 +305,6 @@ def adapter_arguments(config: Config, given: frozenset[str]) -> Contradictions:
                 f"`init_lora_weights: {value}` needs a pass over the data that this program does not make. Use pissa or"
                 " olora, which need none, or remove it.",
             )
-
-
-def invoked_adapter(config: Config, given: frozenset[str]) -> Contradictions:
-    """An adapter that begins at invocation tokens (aLoRA), for which PEFT looks once per row of a batch."""
-    if not config.lora.adapter_kwargs.get("alora_invocation_tokens"):
-        return
-    data, training = config.data, config.training
-    parts = {
-        "data.packing": data.packing,
-        "model.tiled_mlp": config.model.tiled_mlp,
-        "training.context_parallel": training.context_parallel > 1,
-    }
-    for key in (key for key, on in parts.items() if on):
-        yield (
-            ("lora.adapter_kwargs", key),
-            "alora_invocation_tokens needs batches of whole rows, of one document each. Remove one of them.",
-        )
-    if training.gradient_checkpointing and (data.eval_file or data.eval or data.eval_fraction):
-        yield (
-            ("lora.adapter_kwargs", "training.gradient_checkpointing"),
-            "with alora_invocation_tokens, PEFT cannot evaluate while activations are recomputed. Set"
-            " gradient_checkpointing: false.",
-        )
 
 
 def _numbers(value: object) -> Iterator[int]:
@@ -638,17 +616,6 @@ def output_folder(config: Config, given: frozenset[str]) -> Contradictions:
         )
 
 
-def learning_rate_scaling(config: Config, given: frozenset[str]) -> Contradictions:
-    """A rule for the learning rate and the batch size it starts from need each other."""
-    training = config.training
-    if (training.learning_rate_rule == "none") != (training.base_global_batch_size is None):
-        yield (
-            ("training.learning_rate_rule", "training.base_global_batch_size"),
-            "learning_rate_rule linear or square_root needs base_global_batch_size, the batch size that learning_rate"
-            " was tuned for, and the other way around. Set both, or neither.",
-        )
-
-
 def batch_size(config: Config, given: frozenset[str]) -> Contradictions:
     """The global batch must be a multiple of what one rank processes per optimizer step."""
     training = config.training
@@ -895,7 +862,6 @@ RULES: tuple[Rule, ...] = (
     attention,
     managed_arguments,
     adapter_arguments,
-    invoked_adapter,
     adapter,
     adapter_modules,
     training_data,
@@ -915,7 +881,6 @@ RULES: tuple[Rule, ...] = (
     trackers,
     user_code,
     output_folder,
-    learning_rate_scaling,
     batch_size,
     sharding,
     context_parallelism,

@@ -220,14 +220,8 @@ class TrainingConfig:
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
     max_steps: int = _setting(-1, "Optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
     learning_rate: float = _setting(2e-4, "Peak learning rate. Use about a tenth for full fine-tuning.", ABOVE_0)
-    learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
-        "none", "How to scale learning_rate with global_batch_size / base_global_batch_size. none keeps it."
-    )
     per_device_eval_batch_size: int = _setting(
         8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
-    )
-    base_global_batch_size: int | None = _setting(
-        None, "Global batch size that learning_rate was tuned for. Used by learning_rate_rule.", AT_LEAST_1
     )
     lr_scheduler_type: str = _setting("cosine", "Learning-rate schedule, by its transformers name.")
     warmup_steps: float = _setting(0.0, "Warm-up steps. Below 1: a fraction of all steps.", AT_LEAST_0)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config import Config, scaled_learning_rate
+from finetune.config import Config
 from finetune.config.load import dump_yaml
 from finetune.engine.checkpoint import resume
 from finetune.engine.record import CONFIGURATION, RunRecord
@@ -82,7 +82,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             versions=bootstrap.versions(),
             world_size=distributed.ranks().world_size,
             batch=vars(job.batch),
-            learning_rate=scaled_learning_rate(job.config.training, job.batch.global_batch_size),
+            learning_rate=job.config.training.learning_rate,
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
             attention=asdict(job.attention),

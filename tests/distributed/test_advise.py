@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.advise import launch as plan
 from finetune.runtime.machine.hardware import survey
@@ -70,7 +69,6 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
         *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),
         *("--training.max_steps", "2", "--model.backend", "transformers", "--training.strategy", "auto"),
         *("--training.learning_rate", "1e-4", "--training.lr_scheduler_type", "constant"),
-        *("--training.learning_rate_rule", "linear", "--training.base_global_batch_size", "4"),
     ]
     os.environ["FINETUNE_CACHE"], before = str(tmp_path), os.environ.get("FINETUNE_CACHE")
     try:
@@ -83,12 +81,6 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
     assert "training.strategy auto: 2 ranks, because the test says so" in " ".join(done.stdout.split())
     run = launch.read(tmp_path / "out")
     assert run["world_size"] == 2 and run["status"] == "done"
-    # Four times the batch that the rate was chosen for: 16 in place of 4, whatever the number of ranks.
-    events = EventAccumulator(str(tmp_path / "out" / "runs" / "out"))
-    events.Reload()
-    assert run["learning_rate"] == pytest.approx(4e-4)
-    assert events.Scalars("2 health/learning rate")[-1].value == pytest.approx(4e-4)
-    assert "Learning rate 0.0004: 0.0001 for a global batch of 4, by the rule linear" in " ".join(done.stdout.split())
     assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]
 
 

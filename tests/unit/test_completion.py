@@ -44,7 +44,7 @@ def offered(script: Path, *words: str) -> list[str]:
     ("words", "expected"),
     [
         (("tra",), ["train"]),
-        (("train", "--training.learning_rate_r"), ["--training.learning_rate_rule"]),
+        (("train", "--training.learning_r"), ["--training.learning_rate"]),
         (("train", "--model.dtype", "bf"), ["bfloat16"]),
         (("train", "--training.lr_scheduler_type", "cosine_with_r"), ["cosine_with_restarts"]),
         (("train", "--model.dtype", "auto", "--dr"), ["--dry-run"]),

@@ -224,7 +224,7 @@ VALUES = [
     ("--lora.adapter_kwargs {rank_pattern: {q_proj: abc}}", "expected a mapping of strings to integers or null"),
     ("--lora.adapter_kwargs {trainable_token_indices: [-1]}", "must be at least 0"),
     ("--lora.adapter_kwargs {trainable_token_indices: {embed_tokens: [-1]}}", "must be at least 0"),
-    ("--lora.adapter_kwargs {alora_invocation_tokens: abc}", "expected a list of integers or null"),
+    ("--lora.adapter_kwargs {alora_invocation_tokens: [5]}", "PEFT looks for them once per row of a batch"),
     ("--lora.adapter_kwargs {target_parameters: [experts.down_proj]}", "use lora.target_parameters"),
     ("--lora.target_modules []", "must not be empty, unless lora.target_parameters names what has the adapter"),
     ("--lora.adapter_kwargs {init_lora_weights: corda}", "needs a pass over the data"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config import Batch, Config
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
@@ -68,10 +68,9 @@ def result_settings(config: Config, batch: Batch, dtype: str) -> JsonObject:
         found["lora.target_modules"] = sorted(set(targets)) if isinstance(targets, list) else targets
         found["lora.target_parameters"] = parameters if parameters is None else sorted(set(parameters))
         found["lora.modules_to_save"] = sorted(set(saved)) if saved else None
-    found["training.learning_rate"] = scaled_learning_rate(training, batch.global_batch_size)
     found |= {
         f"training.{name}": getattr(training, name)
-        for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm")
+        for name in ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm")
     }
     found["training"] = {name: value for name, value in training.extra.items() if name not in FREE_EXTRA}
     return files.to_json_types(found)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config import Config, scaled_learning_rate
+from finetune.config import Config
 from finetune.config.rules import Mode
 from finetune.engine.job import Choice
 from finetune.runtime import files
@@ -53,12 +53,6 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         f"Each step: {counted(batch.global_batch_size, row)}{length} = {ranks} x "
         f"{counted(batch.per_device, row)} x {batch.accumulation} accumulated"
     )
-    training = config.training
-    if training.learning_rate_rule != "none":
-        print_line(
-            f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
-            f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}"
-        )
     if (covered := adapter_coverage.coverage(job.model)) is not None:
         print_line(covered.summary)
         if covered.warning is not None:
@@ -79,7 +73,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     if (experts := experts_of(job)) is not None:
         whose = liger.backend_kernels(job.stack) if experts["grouped"] < experts["layers"] else "this package's"
         print_line(f"Kernels of the experts: {whose}")
-    rate = scaled_learning_rate(training, batch.global_batch_size)
+    rate = config.training.learning_rate
     if (lost := master_weights.lost_updates_warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:

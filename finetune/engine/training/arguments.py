@@ -10,7 +10,7 @@ import torch
 import transformers
 import trl
 
-from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config import Batch, Config
 from finetune.config.arguments import FIXED
 from finetune.config.rules import FOLLOWS_LOSS
 from finetune.engine.checkpoint import best
@@ -62,7 +62,7 @@ def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate
         per_device_eval_batch_size=training.per_device_eval_batch_size,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
-        learning_rate=scaled_learning_rate(training, batch.global_batch_size),
+        learning_rate=training.learning_rate,
         lr_scheduler_type=training.lr_scheduler_type,
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,

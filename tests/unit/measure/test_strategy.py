@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config import ConfigError, TrainingConfig, load, scaled_learning_rate
+from finetune.config import load
 from finetune.errors import UserError
 from finetune.measure import strategy
 from finetune.runtime.files import write_json
@@ -154,22 +154,3 @@ def test_the_same_command_again(monkeypatch: Any, argv: list[str], expected: Any
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     monkeypatch.setattr(sys, "argv", argv)
     assert strategy.training_command() == expected
-
-
-# --- the learning rate of a larger batch ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "base", "expected"), [("none", None, 1e-4), ("linear", 16, 4e-4), ("square_root", 16, 2e-4)]
-)
-def test_learning_rate_rules(rule: Any, base: int | None, expected: float) -> None:
-    training = TrainingConfig(learning_rate=1e-4, learning_rate_rule=rule, base_global_batch_size=base)
-    assert scaled_learning_rate(training, 64) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "extra", [("--training.learning_rate_rule", "linear"), ("--training.base_global_batch_size", "8")]
-)
-def test_rule_and_base_need_each_other(extra: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="Set both, or neither"):
-        config(None, *extra)
