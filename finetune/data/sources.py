@@ -6,7 +6,6 @@ import contextlib
 import csv
 import glob
 import gzip
-import importlib.util
 import io
 import json
 import re
@@ -29,10 +28,10 @@ File = Path | RemoteFile
 
 RAW_KINDS = (".txt", ".md")  # documents, not rows
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", *RAW_KINDS)
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = (".gz",)
 _TEXT_KINDS = (".jsonl", ".json", ".csv", *RAW_KINDS)
 _SUPPORTED = (
-    "Supported are .jsonl, .json and .csv (also compressed as .gz or .zst), .parquet, .arrow, folders written by "
+    "Supported are .jsonl, .json and .csv (also compressed as .gz), .parquet, .arrow, folders written by "
     "datasets.save_to_disk, and .txt and .md for raw text."
 )
 _ABOUT = ("README", "LICENSE")  # files about a folder, not data in it
@@ -343,56 +342,17 @@ def _read_text(path: File, reader: Any) -> Iterator[tuple[Row, str]]:
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {_reason(error)}. Check its permissions and its disk.") from error
-    except Exception as error:
-        if type(error).__name__ == "ZstdError":  # matched by name because the package is optional
-            raise UserError(f"{path} is not a valid zstd file ({error}). Copy or compress it again.") from error
-        raise
 
 
 @contextlib.contextmanager
 def _open(path: File) -> Iterator[IO[bytes]]:
     """The contents of a file, decompressed."""
-    suffix = path.suffix.lower()
-    if suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
-        raise UserError(
-            f"{path} needs the package zstandard. Run `pip install zstandard`, or decompress it with `zstd -d`."
-        )
     with open_regular(path) if isinstance(path, Path) else path.open() as file:
-        if suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             with gzip.open(file) as unpacked:
                 yield unpacked  # type: ignore[misc]
-        elif suffix == ".zst":
-            with io.BufferedReader(_ZstdFile(file)) as unpacked:
-                yield unpacked
         else:
             yield file
-
-
-class _ZstdFile(io.RawIOBase):
-    """A .zst file as a byte stream. zstandard's own reader accepts a truncated file as complete; this one does not."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        import zstandard  # pyright: ignore[reportMissingImports]
-
-        self._file, self._context = file, zstandard.ZstdDecompressor()
-        self._frame, self._pending = None, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._pending:
-            packed = getattr(self._frame, "unused_data", b"") or self._file.read(_CHUNK_BYTES // 16)
-            if not packed:
-                if self._frame is not None and not self._frame.eof:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            if self._frame is None or self._frame.eof:  # a file may be several concatenated frames
-                self._frame = self._context.decompressobj()
-            self._pending = memoryview(self._frame.decompress(packed))
-        count = min(len(buffer), len(self._pending))
-        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
-        return count
 
 
 def _read_jsonl(path: File) -> Iterator[tuple[Row, str]]:

@@ -12,8 +12,6 @@ from finetune.drop_in import overrides
 from finetune.errors import UserError
 from finetune.runtime import bootstrap, command, scripts
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.files import cache_folder
-from finetune.runtime.machine import pycache
 from finetune.runtime.ranks import distributed, process_group
 
 VARIABLE = "FINETUNE_BACKEND"
@@ -29,7 +27,6 @@ def start() -> tuple[Stack, overrides.Overrides]:
             ranks than GPUs.
     """
     command.keep_printing()
-    pycache.enable(cache_folder())
     sys.excepthook = _report_errors
     given = overrides.take_from_argv()
     backend = given.get("model.backend", os.environ.get(VARIABLE, "auto"))

@@ -58,11 +58,7 @@ def run_with_options(
     Args:
         takes_script: whether the arguments may name a script; what follows it is the script's, also `--help`.
     """
-    from finetune.runtime.files import cache_folder
-    from finetune.runtime.machine import pycache
-
     keep_printing()
-    pycache.enable(cache_folder())  # before anything else is imported
     from finetune.runtime.options import requested_help
     from finetune.runtime.scripts import is_script
 
