@@ -147,7 +147,8 @@ def advise_configuration(
     worlds = world_sizes(options, config, devices_here(machine), given)
     measured = candidates.measure_at_world_sizes(config, bench, base.measured, base.recommended, worlds)
     rows, chosen, between = prediction.compare(config, measured, options, machine)
-    settings = [] if base.recommended is None else [candidates.PER_DEVICE, str(chosen.per_device)]
+    searched = base.recommended is not None and config.training.gradient_accumulation_steps is None
+    settings = [candidates.PER_DEVICE, str(chosen.per_device)] if searched else []
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
     target = bench.script[:1] or ["-m", "finetune.train"]
     plan = launch.plan(chosen.world_size, machine, arguments, target)
