@@ -82,7 +82,7 @@ def configured(config: Config) -> Recomputation:
 
 
 def resolve(kind: str | bool, backend: str) -> str | bool:
-    """The kind that a run on this backend uses: "unsloth", the default, is `true` on the other one, and so is `auto`
+    """The kind that a run on this backend uses: "unsloth", the default, is true on the other one, and so is `auto`
     until it is decided.
 
     Raises:
