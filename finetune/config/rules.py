@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import chain
 
 from finetune.config.data_sources import entry_errors
@@ -469,6 +470,13 @@ def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
         yield (
             ("data.chat_template_kwargs",),
             f"{', '.join(map(repr, reserved))} cannot be set here: the rows and this program set it. Remove it.",
+        )
+    try:
+        datetime.fromisoformat(str(data.chat_template_kwargs.get("strftime_now", "2026-01-01")))
+    except ValueError as error:
+        yield (
+            ("data.chat_template_kwargs",),
+            f"strftime_now is today's date for the template: {error}. Set it to a date, such as 2026-01-31.",
         )
     names = ("data.train_on_roles", "data.train_on_tool_calls", "data.train_on_thinking")
     chosen = tuple(name for name in names if not _is_default(config, name))

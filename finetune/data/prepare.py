@@ -44,7 +44,7 @@ class Data:
 
     splits: dict[str, Rows]
     ledgers: dict[str, JsonObject]  # by split
-    format: str  # how rows were read and why; also the turn markers, if they were derived from the template
+    format: str  # how rows were read and why; also what came from the template: turn markers, today's date
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     order_key: str  # the same of the training rows alone: what their order is drawn from
     folder: Path  # of the cache entry
@@ -115,7 +115,7 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
     return Data(
         splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
-        format=about["format"] + readers.derived_markers,
+        format=about["format"] + readers.notes,
         fingerprint=_identity(config, splits, readers),
         order_key=_identity(config, {name: split for name, split in splits.items() if name == "train"}, readers),
         folder=folder,

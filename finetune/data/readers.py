@@ -19,6 +19,7 @@ from finetune.data.templates import templated
 from finetune.data.templates.chat_templates import document_end, load_template
 from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError
 from finetune.data.templates.markers import Markers, derive_markers
+from finetune.data.templates.render import DATE
 from finetune.errors import UserError, cut, listed
 from finetune.runtime.ranks import interrupt
 from finetune.runtime.types import JsonObject, Tokenizer
@@ -45,7 +46,7 @@ class Readers:
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
         self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}
         self._turns: dict[str | None, str | None] = {}
-        self.derived_markers = ""
+        self.notes = ""
         for source in sources:
             try:
                 self._add(source)
@@ -66,7 +67,8 @@ class Readers:
         if name not in self._templates:
             self._templates[name] = load_template(self.tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
-        return [self._templates[name], *self._markers[name]]
+        template = self._templates[name]
+        return [f"{template} on {DATE}" if _writes_date(template) else template, *self._markers[name]]
 
     def encoder(self, source: Source) -> Encoder:
         """The encoder of a source."""
@@ -124,6 +126,9 @@ class Readers:
         markers = None
         if response is not None:
             markers = Markers(self.tokenizer, response, instruction, last_only=data.last_turn_only)
+        if not (is_text or markers) and _writes_date(self._templates[name]):
+            date = data.chat_template_kwargs.get("strftime_now", DATE)
+            self._note(f"; today is {date} in the chat template (data.chat_template_kwargs: {{strftime_now: DATE}})")
         return Encoder(
             self.tokenizer,
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
@@ -141,6 +146,9 @@ class Readers:
             text_end=document_end(self.tokenizer) if raw else None,
         )
 
+    def _note(self, text: str) -> None:
+        self.notes += "" if text in self.notes else text
+
     def _markers_of(self, template: str | None) -> tuple[str | None, str | None]:
         """(instruction, response) markers, from the configuration or derived from the template."""
         data = self._config.data
@@ -148,8 +156,12 @@ class Readers:
             return data.instruction_part, data.response_part
         instruction, response = derive_markers(self.tokenizer, template)
         found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
-        self.derived_markers += "" if found in self.derived_markers else found
+        self._note(found)
         return instruction, response
+
+
+def _writes_date(template: str | None) -> bool:
+    return "strftime_now" in (template or "")
 
 
 def _needs_no_template(source: Source) -> bool:

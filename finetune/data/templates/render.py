@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from types import FrameType
 
 from jinja2 import TemplateError
@@ -30,6 +31,7 @@ MAX_SECONDS = 10.0  # of processor time; several thousand times what a row takes
 MAX_BYTES = 1 << 30  # that a rendering may allocate
 MAX_CHARACTERS, PER_CHARACTER = 1_000_000, 20  # of a text, and in addition for each character of the input
 MAX_TEMPLATE = 1_000_000  # characters of a template; the longest known has 40,000
+DATE = "2026-01-01"  # today, to a template that asks with strftime_now: every rank, machine and day gets the same text
 
 Span = tuple[int, int]
 
@@ -48,7 +50,7 @@ def render(
     **special: object,
 ) -> tuple[str, list[Span]]:
     """The text of a conversation, equal to that of `apply_chat_template`, and with `marks` the spans [start, end) of
-    its `{% generation %}` blocks.
+    its `{% generation %}` blocks. The variable `strftime_now` is the date that the template gets as today's.
 
     Raises:
         TemplateLimit: the template needs too much time or memory.
@@ -60,6 +62,7 @@ def render(
     # From transformers 5.23 on, a message's reasoning is given to the template under each name that templates read.
     if alias := getattr(chat_template_utils, "_alias_reasoning_fields", None):
         messages = alias(messages)
+    special["strftime_now"] = datetime.fromisoformat(str(special.get("strftime_now", DATE))).strftime
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     spans: list[Span] = []
     try:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
+from datetime import datetime
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from trl import chat_template_utils
 from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, Message
 from finetune.data.templates.encoder import Encoder
+from finetune.data.templates.render import DATE
 from tests.helpers.templates.chat_templates import build_tokenizer
 
 # Per template, the differences that occur in CONVERSATIONS:
@@ -70,6 +73,13 @@ NAMES = [
     for name in DIFFERENCES
     if hasattr(chat_template_utils, f"{name}_training_chat_template")
 ]
+
+
+@pytest.fixture(autouse=True)
+def _today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates that write today's date get the same one from transformers as here."""
+    day = SimpleNamespace(now=lambda: datetime.fromisoformat(DATE))
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
 
 
 @functools.cache
