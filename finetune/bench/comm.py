@@ -25,6 +25,7 @@ def measure(
     environment: Mapping[str, str] | None = None,
     *,
     warm_up: int = WARM_UP,
+    collectives: Sequence[str] = COLLECTIVES,
     machine: Hardware | None = None,
 ) -> JsonObject:
     """Start `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
@@ -45,7 +46,7 @@ def measure(
     """
     machine = machine or survey()
     check_world(world_size, machine)
-    request = _request(sizes, machine, runs, steps, warm_up)
+    request = _request(sizes, machine, runs, steps, warm_up) | {"collectives": list(collectives)}
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     return _complete(found, world_size, machine, environment)

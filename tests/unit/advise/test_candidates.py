@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from finetune.advise.candidates import DryRunner, DryRunResult
 from finetune.config import load
 from finetune.errors import UserError
 from finetune.measure.measurements import Measurement
-from tests.helpers.advise import SIZE, DryRuns, FakeBench, configuration, measurement
+from tests.helpers.advise import SIZE, DryRuns, FakeBench, all_reduce, card, configuration, host, measurement
 
 
 def config(folder: Path, *extra: str):
@@ -64,3 +65,16 @@ def test_what_would_make_a_job_fit_is_what_its_dry_run_has_shown(
     report = {"go": False, "reason": "full", "out_of_memory": True, "fits_with": ["--model.tiled_mlp", "true"]}
     found = candidates.parse_report(report)
     assert found == DryRunResult(measured=None, reason="full", full=True, fits_with=("--model.tiled_mlp", "true"))
+
+
+def test_all_reduces_are_asked_for_as_the_benchmark_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = inspect.signature(candidates.comm.measure)
+
+    def measured(*args: Any, **kw: Any) -> dict[str, Any]:
+        taken.bind(*args, **kw)
+        return all_reduce(*args, **kw)
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(candidates.comm, "measure", measured)
+    found, _ = candidates.measure_curves([1, 2], host(card(0), card(1)), [4096])
+    assert list(found) == [2] and found[2][0] is not None
