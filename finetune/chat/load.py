@@ -138,14 +138,17 @@ def choose_backend(asked: str, found: TrainedModel, base: str | None) -> str:
 def _load_with_unsloth(found: TrainedModel, **arguments: Any) -> Model:
     import unsloth
 
+    from finetune.engine.model import loaded_weights
+
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
-    model, _ = unsloth.FastLanguageModel.from_pretrained(
-        str(found.folder),
-        max_seq_length=length,
-        load_in_4bit=found.bits == 4,
-        load_in_8bit=found.bits == 8,
-        **arguments,
-    )
+    with loaded_weights.require_all():
+        model, _ = unsloth.FastLanguageModel.from_pretrained(
+            str(found.folder),
+            max_seq_length=length,
+            load_in_4bit=found.bits == 4,
+            load_in_8bit=found.bits == 8,
+            **arguments,
+        )
     unsloth.FastLanguageModel.for_inference(model)
     return model
 

@@ -15,6 +15,7 @@ from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
 from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
+from finetune.engine.model import loaded_weights
 from finetune.engine.model.tokenizer_loading import set_padding
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
@@ -52,7 +53,8 @@ def load(
         raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
     if quantization_config is not None:
         settings["quantization_config"] = quantization_config
-    loaded: Any = create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+    with loaded_weights.require_all():
+        loaded: Any = create_model_from_path(model, **{**settings, "device_map": stack.device_map})
     return loaded, peft_config
 
 

@@ -178,13 +178,17 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         folder,
+        output_loading_info=True,
         dtype=dtype,
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
+    missing = sorted(report["missing_keys"]) if model.config.get_text_config() is model.config else []
+    if missing:  # of a model with towers for images, text may not need them
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}")
     stacked = [parameter for parameter in model.parameters() if parameter.ndim == 3]
     if any(size * one.element_size() % 16 for one in stacked for size in one.shape[1:]):
         model.set_experts_implementation("eager")  # one by one: grouped products take rows of whole 16 bytes

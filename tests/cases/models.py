@@ -27,6 +27,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bad_generation_config": ("LlamaConfig", LLAMA),
     "no_eos": ("LlamaConfig", LLAMA),
     "adds_eos": ("LlamaConfig", LLAMA),
+    "glm_like": ("LlamaConfig", LLAMA),
+    "one_missing": ("LlamaConfig", LLAMA),
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
     "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
@@ -84,6 +86,13 @@ def _change_tokenizer(kind: str, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"$A {end[0]}", pair=f"$A {end[0]} $B {end[0]}", special_tokens=[end]
         )
+    elif kind == "glm_like":  # the next role's token ends a turn, and <|user|> is EOS
+        roles = ["<|assistant|>", "<|system|>", "<|observation|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": roles, "eos_token": "<|user|>"})
+        tokenizer.chat_template = (
+            "{%- for m in messages -%}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endfor -%}"
+            "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
+        )
     elif kind == "base_chatml":  # ChatML's tokens, but EOS is <|endoftext|>, as in Qwen's base models
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
 
@@ -115,6 +124,12 @@ def _change_files(kind: str, folder: Path) -> None:
         file = folder / "generation_config.json"
         sampling = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
         file.write_text(json.dumps(json.loads(file.read_text()) | sampling))
+    elif kind == "one_missing":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     elif kind == "gpt_oss_mxfp4":
         _to_mxfp4(folder)
     elif kind == "tokenizer_of_v4":  # tokenizer_config.json as transformers 4 writes it

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 OverLength = Literal["truncate", "keep_end", "drop", "split"]
 PREVIEW_START, PREVIEW_END = 1000, 500  # tokens of a long document that a preview shows
+NO_END = (
+    "the chat template has no token at the end of an answer (model.chat_template: chatml has), so the model does not "
+    "learn to stop"
+)
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
 
@@ -344,9 +348,11 @@ class Encoder:
         """The rendered text, its supervised spans, and notes about what of the row it lacks."""
         if self.assistant_only_loss:
             text, found, notes = finder.find(row, self._supervised_messages(row), by_skeleton=True)
+            notes += () if finder.ends_turns(row, text, found) else (NO_END,)
             return text, [span for _, span in found], notes
         masked = [i for i, mark in enumerate(row.supervised or ()) if mark is False]  # all other text is supervised
         text, found, notes = finder.find(row, masked, by_skeleton=False)
+        notes += () if len(row.messages) - 1 in masked or finder.ends_turns(row, text, None) else (NO_END,)
         return text, outside([span for _, span in found], len(text)), notes
 
     def _supervised_messages(self, row: Conversation) -> list[int]:

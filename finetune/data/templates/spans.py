@@ -2,8 +2,9 @@
 
 The whole conversation is rendered once and tokenized once. The supervised part of that text is one span per supervised
 message, by default each assistant turn: from the end of the generation prompt to the end-of-turn token, inclusive. The
-span of a message of another role is its content and the end-of-turn token after it. Spans are found in one of these
-ways, in this order:
+span of a message of another role is its content and the end-of-turn token after it. If a template ends a turn only by
+what begins the next one (GLM-4), that token is the end of an assistant turn, and the token that begins a user's turn is
+appended to the last one. Spans are found in one of these ways, in this order:
 
 1. By the template's own `{% generation %}` marks, which it has for assistant turns only.
 2. From the *skeleton* of the conversation's roles: the template is rendered once with placeholders for the contents and
@@ -131,7 +132,37 @@ class SpanFinder:
             notes = self._dropped.notes(row, self.render)
         if self._reasoning is not None:
             spans = [(turn, self._without_reasoning(row.messages[turn], text, span)) for turn, span in spans]
+        if by_skeleton and not self.marked:
+            text, spans = self._with_ends(row, text, spans)
         return text, spans, notes
+
+    def _with_ends(
+        self, row: Conversation, text: str, spans: list[tuple[int, Span]]
+    ) -> tuple[str, list[tuple[int, Span]]]:
+        """The text and spans with the token that begins the next turn as the end of an answer, if nothing else is."""
+        turns = [turn for turn, _ in spans if row.messages[turn]["role"] == "assistant"]
+        if not turns or not (begins_next := self.shape().begins_next):
+            return text, spans
+        if turns[-1] == len(row.messages) - 1:
+            text += begins_next
+        ends = {turn: self._end_token.match(text, end) for turn, (_, end) in spans if turn in turns}
+        return text, [
+            (turn, (start, found.end()) if (found := ends.get(turn)) else (start, end)) for turn, (start, end) in spans
+        ]
+
+    def ends_turns(self, row: Conversation, text: str, spans: list[tuple[int, Span]] | None) -> bool:
+        """Whether the last answer among the spans (None: of the text) ends in what a model can learn to stop at. True
+        without an answer."""
+        last = len(row.messages) - 1
+        if spans is not None:
+            last, (_, stop) = spans[-1] if spans else (last, (0, 0))
+            text = text[:stop]
+        if not text or row.messages[last]["role"] != "assistant" or self._ends_in_token(text.rstrip()):
+            return True
+        try:
+            return bool(self.shape().end.strip())
+        except RowError:
+            return False
 
     def render(self, messages: list[Message], tools: list[JsonObject] | None = None, prompt: bool = False) -> str:
         """The text of these messages, with `prompt` up to where the next answer begins. Raises RowError."""
@@ -411,6 +442,7 @@ class SpanFinder:
             raise _unknown_turns(f"its generation prompt {after_user!r} differs from how it starts an assistant turn")
         extra = before.removeprefix(given)
 
+        begins_next = ""
         try:
             inner = self.render([user, assistant, *more]).partition(_mark(1))[2]
         except RowError:
@@ -420,12 +452,14 @@ class SpanFinder:
             end = inner_end = shared[: tokens.end()]
         elif shared == tail:
             end = inner_end = tail.rstrip()
+            following = None if end else self._end_token.match(inner[len(shared) :])
+            begins_next = following[0].strip() if following else ""
         else:  # the last turn ends in another token than earlier ones (gpt-oss: <|return|> and <|end|>)
             last, earlier = (self._added_token.search(closing) for closing in (tail, inner))
             if not last or not earlier or tail[: last.start()].strip() or inner[: earlier.start()].strip():
                 raise _unknown_turns(f"it ends the last turn with {tail!r} and an earlier one with {inner!r}")
             end, inner_end = tail[: last.end()], inner[: earlier.end()]
-        return TurnShape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end)
+        return TurnShape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end, begins_next=begins_next)
 
     def _shared_start(self, prompt: str, before: str) -> str:
         """`prompt` if `before` starts with it; else their common prefix, cut back to the edge of a special token."""
@@ -448,13 +482,13 @@ def added_token_pattern(tokenizer: Tokenizer) -> str:
 
 
 def end_of_turn(tokenizer: Tokenizer, template: str, variables: Mapping[str, object] | None = None) -> str | None:
-    """The text that a chat template ends the last assistant turn with, such as "<|im_end|>"; None if it cannot be
-    inferred, or if nothing but white space ends it."""
+    """The text that a chat template ends the last assistant turn with, such as "<|im_end|>", or if nothing does, the
+    token that begins the next one; None if it cannot be inferred, or if there is neither."""
     try:
-        end = SpanFinder(template, template_variables(tokenizer, variables), added_token_pattern(tokenizer)).shape().end
+        shape = SpanFinder(template, template_variables(tokenizer, variables), added_token_pattern(tokenizer)).shape()
     except (RowError, UserError):
         return None
-    return end.strip() or None
+    return shape.end.strip() or shape.begins_next or None
 
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
@@ -468,13 +502,15 @@ def _mark(index: int) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnShape:
     """How a template writes an assistant turn: `header` (masked), `extra` (supervised; Qwen3's empty thinking block),
-    the content, `end` (supervised; `inner_end` if messages follow). `tail` is all text after the last content."""
+    the content, `end` (supervised; `inner_end` if messages follow). `tail` is all text after the last content.
+    `begins_next`: the token that a user's turn begins with, if nothing else ends the turn before it; else empty."""
 
     header: str
     extra: str
     tail: str
     end: str
     inner_end: str
+    begins_next: str
 
 
 @dataclass(kw_only=True, slots=True)

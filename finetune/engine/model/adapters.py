@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 from finetune.config import Config
-from finetune.engine.model import adapter_targets, expert_targets
+from finetune.engine.model import adapter_targets, expert_targets, loaded_weights
 from finetune.engine.model.load_errors import explain_adapter_error
-from finetune.errors import UserError
 from finetune.runtime.types import JsonObject
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
@@ -38,22 +35,12 @@ def load_adapter(model: Any, folder: str, **arguments: Any) -> Any:
     """The model with a saved adapter of PEFT.
 
     Raises:
-        UserError: PEFT finds no tensors for a part of it. It would leave that part as it was initialized, with a
-            warning.
+        UserError: PEFT does not load all of it.
     """
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
-        try:
-            return PeftModel.from_pretrained(model, folder, **arguments)
-        except UserWarning as warning:
-            names = re.findall(r"'([^']+)'", str(warning))
-            shown = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            raise UserError(
-                f"PEFT does not load the adapter in {folder} as it was saved: it has no tensors for {shown}. Copy the "
-                "folder again; if it is whole, PEFT does not support this model."
-            ) from None
+    with loaded_weights.require_all():
+        return PeftModel.from_pretrained(model, folder, **arguments)
 
 
 def adapter_arguments(model: Any, config: Config) -> JsonObject:

@@ -13,7 +13,7 @@ import torch
 from finetune.config import Config
 from finetune.config.rules import LOADED_AS
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
-from finetune.engine.model import adapter_targets, expert_targets, experts
+from finetune.engine.model import adapter_targets, expert_targets, experts, loaded_weights
 from finetune.engine.model.adapters import (
     adapter_arguments,
     adapter_seed,
@@ -63,6 +63,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
     )
     with (
         explain_load_error(name, "model"),
+        loaded_weights.require_all(),
         explain_out_of_memory("loading the model"),
         explain_unknown_argument(config),
         explain_attention_error(config),
@@ -180,12 +181,13 @@ def load_base(name: str, *, revision: str | None = None, quantization: object = 
     """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        name,
-        revision=revision,
-        quantization_config=quantization or dequantization_config(name, revision),
-        **arguments,
-    )
+    with loaded_weights.require_all():
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            quantization_config=quantization or dequantization_config(name, revision),
+            **arguments,
+        )
 
 
 def _prepare_quantized(model: Any) -> None:

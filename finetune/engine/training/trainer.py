@@ -36,7 +36,7 @@ from finetune.engine.checkpoint import (
     tokenizer_files,
 )
 from finetune.engine.kernels import attention, context_attention
-from finetune.engine.model import expert_load, generation_config, router_loss
+from finetune.engine.model import expert_load, generation_config, loaded_weights, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.model.trial import is_fused_head_exact
 from finetune.engine.monitoring import token_statistics
@@ -537,7 +537,8 @@ class SFTTrainer(trl.SFTTrainer):
         elif converted_weights.needed(self.model, Path(resume_from_checkpoint)):
             self.model.load_state_dict(converted_weights.read(self.model, Path(resume_from_checkpoint)))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with loaded_weights.require_all():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in transformers; of a sharded model whole tensors, written by all ranks."""

@@ -1,0 +1,101 @@
+"""What transformers and PEFT report about the weights that they loaded. What a checkpoint lacks they initialize at
+random, with a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from finetune.errors import UserError, listed
+from finetune.runtime.types import JsonObject
+
+_COMPARED = 100  # missing weights that are looked for under another name
+
+
+@contextlib.contextmanager
+def require_all() -> Iterator[None]:
+    """Context in which models and adapters are loaded, by transformers and PEFT or by Unsloth, which calls both.
+
+    Raises:
+        UserError: the files lack weights of the model, or an adapter has other tensors than the model's adapter.
+            Tied weights, those that the model's class declares as optional, and towers for images and sound may be
+            missing.
+    """
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    by_transformers, by_peft = PreTrainedModel.__dict__["from_pretrained"], PeftModel.load_adapter
+
+    @functools.wraps(by_transformers.__func__)
+    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **arguments: Any) -> Any:
+        model, report = by_transformers.__func__(cls, *args, output_loading_info=True, **arguments)
+        _check_model(model, report)
+        return (model, report) if output_loading_info else model
+
+    @functools.wraps(by_peft)
+    def load_adapter(model: Any, folder: Any, *args: Any, **arguments: Any) -> Any:
+        report = by_peft(model, folder, *args, **arguments)
+        _check_adapter(folder, report)
+        return report
+
+    PreTrainedModel.from_pretrained, PeftModel.load_adapter = classmethod(from_pretrained), load_adapter  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained, PeftModel.load_adapter = by_transformers, by_peft  # type: ignore[method-assign]
+
+
+def _check_model(model: Any, report: JsonObject) -> None:
+    missing = _reached_by_text(model, sorted(report["missing_keys"]))
+    if not missing:
+        return
+    unknown = sorted(report["unexpected_keys"])
+    renamed = next(((a, b) for a in missing[:_COMPARED] for b in unknown if _same_but_for_prefix(a, b)), None)
+    head = {
+        name for name, one in model.named_parameters() if one is getattr(model.get_output_embeddings(), "weight", 0)
+    }
+    remedy = "Copy or download the model again: a file may be missing or cut short."
+    if renamed is not None:
+        remedy = (
+            f"They have {renamed[1]} instead of {renamed[0]}, as a model that was saved inside another one (PEFT, "
+            "torch.compile, DDP). Save it again, unwrapped; a PEFT model after `merge_and_unload()`."
+        )
+    elif head.issuperset(missing):
+        remedy = (
+            "If its output layer is its embeddings, set `tie_word_embeddings: true` in its config.json; otherwise copy "
+            "or download the model again."
+        )
+    elif unknown:
+        remedy += f" The files also have {len(unknown):,} that {type(model).__name__} does not: {listed(unknown, 3)}."
+    total = len(model.state_dict())
+    raise UserError(
+        f"The files of the model {model.name_or_path} lack {len(missing):,} of the model's {total:,} "
+        f"weights, which would be random numbers: {listed(missing, 3)}. {remedy}"
+    )
+
+
+def _reached_by_text(model: Any, names: Sequence[str]) -> list[str]:
+    """Without the weights of the towers of a model for images or sound."""
+    if model.config.get_text_config() is model.config:
+        return list(names)
+    used = (model.get_decoder(), model.get_output_embeddings())
+    inside = tuple(f"{name}." if name else "" for name, one in model.named_modules() if any(one is two for two in used))
+    return [name for name in names if name.startswith(inside)]
+
+
+def _same_but_for_prefix(name: str, other: str) -> bool:
+    """Whether one of two names is the other with further parts, such as `base_model.model.` or `base_layer.`."""
+    few, many = sorted((name.split("."), other.split(".")), key=len)
+    rest = iter(many)
+    return len(few) < len(many) and few[-1] == many[-1] and all(part in rest for part in few)
+
+
+def _check_adapter(folder: object, report: Any) -> None:
+    for names, why in ((report.missing_keys, "it has no tensors for"), (report.unexpected_keys, "nothing of it takes")):
+        if names:
+            raise UserError(
+                f"PEFT does not load the adapter in {folder} as it was saved: {why} {listed(sorted(names), 1)}. Copy "
+                "the folder again; if it is whole, PEFT does not support this model."
+            )
