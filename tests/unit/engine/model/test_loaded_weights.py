@@ -26,7 +26,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
         (lambda tensors: {k: v for k, v in tensors.items() if ".1.mlp.up" not in k}, "lack 1 of .*Copy or download"),
         (
             lambda tensors: {f"base_model.model.{k}": v for k, v in tensors.items()},
-            "base_model.model.*merge_and_unload",
+            "base_model.*merge_and_unload",
         ),
         (lambda tensors: {k.replace("q_proj", "q_proj.base_layer"): v for k, v in tensors.items()}, "instead of"),
         (lambda tensors: {k: v for k, v in tensors.items() if "lm_head" not in k}, "tie_word_embeddings: true"),
@@ -59,7 +59,9 @@ def test_the_tensors_of_an_adapter_that_peft_drops(tmp_path: Path) -> None:
     assert adapters.load_adapter(base(), str(tmp_path)).peft_config
     rewrite(
         tmp_path / "adapter_model.safetensors",
-        lambda tensors: tensors | {k.replace("q_proj", "further"): v for k, v in tensors.items() if "q_proj" in k},
+        lambda tensors: (
+            tensors | {k.replace("q_proj", "further"): v.clone() for k, v in tensors.items() if "q_proj" in k}
+        ),
     )
     with pytest.raises(UserError, match="nothing of it takes .*further"):
         adapters.load_adapter(base(), str(tmp_path))
