@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from finetune.engine.checkpoint.tensor_files import TensorFiles
-from finetune.engine.model import loaded_weights
 from finetune.errors import RunError
 from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.types import Model
@@ -32,11 +31,7 @@ def read(model: Model, folder: Path) -> dict[str, torch.Tensor]:
     """
     kind: Any = next(one for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))  # FSDP2's subclass
     wide = any(one.dtype == torch.float32 for one in model.parameters())
-    with (
-        torch.random.fork_rng(devices=[]),
-        errors_only(),
-        loaded_weights.require_all(),
-    ):  # a model is initialized, then loaded
+    with torch.random.fork_rng(devices=[]), errors_only():  # a model is initialized, then loaded
         loaded = kind.from_pretrained(folder, dtype=torch.float32 if wide else model.dtype, device_map="cpu")
     found = loaded.state_dict()
     own = model.state_dict()
