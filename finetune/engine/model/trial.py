@@ -89,6 +89,7 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
     ]
     if not layers or shard.is_sharded(model):
         return None
+    keep_4bit_layout(model)
     kept, whole = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     with evaluating(model):
