@@ -21,7 +21,9 @@ def bits(layer: nn.Module) -> int:
     kind = type(layer)
     if not kind.__module__.startswith("bitsandbytes."):
         return 0
-    return {"Linear4bit": 4, "Linear8bitLt": 8}.get(kind.__name__, 0)
+    if kind.__name__ == "Linear8bitLt":
+        return 8 if layer.weight.dtype == torch.int8 else 0
+    return 4 if kind.__name__ == "Linear4bit" else 0
 
 
 def weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
