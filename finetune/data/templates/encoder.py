@@ -327,6 +327,7 @@ class Encoder:
                 f"{', '.join(TEMPLATES)}, or the path of a Jinja file."
             )
         finder = self._finder.variant(row.variables) if row.variables else self._finder
+        row = finder.opened(row)
         if self.assistant_only_loss and not finder.marked and "assistant" in self.train_on_roles:
             try:
                 finder.shape()

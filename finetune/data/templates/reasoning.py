@@ -44,6 +44,8 @@ class Reasoning:
                 if at is not None:
                     closing = text.find(tags.closing, at, end)
                     return at if closing < 0 else closing + len(tags.closing)
+        if CLOSE in (message.get("content") or "") and (closing := text.rfind(CLOSE, start, end)) >= 0:
+            return closing + len(CLOSE)  # all before it is reasoning, also if the prompt that was answered opened it
         opened = text[max(0, start - _LOOK_BACK) : start].rstrip().endswith(OPEN)
         if not opened and not text[start:end].lstrip().startswith(OPEN):
             return start

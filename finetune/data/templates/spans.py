@@ -34,14 +34,14 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 
 from jinja2 import TemplateError
 
 from finetune.data.formats import Conversation, Message, RowError
 from finetune.data.templates.dropped_by_template import DroppedByTemplate
-from finetune.data.templates.reasoning import Reasoning
+from finetune.data.templates.reasoning import CLOSE, OPEN, Reasoning
 from finetune.data.templates.render import render
 from finetune.data.templates.token_ranges import Span
 from finetune.errors import UserError
@@ -73,6 +73,7 @@ class SpanFinder:
         self._template, self._variables = template, dict(variables)
         self._added_token, self._added_tokens = re.compile(added_token), re.compile(f"(?:{added_token})+")
         self._end_token, self._end_of_turn = re.compile(rf"\s*(?:{added_token})"), re.compile(rf"\s*(?:{added_token})+")
+        self._edge = re.compile(f"{added_token}|{OPEN}|{CLOSE}")  # tags of reasoning may be plain text
         self._masks_reasoning = masks_reasoning
         self._reasoning = Reasoning(self.render, added_token) if masks_reasoning else None
         self._dropped = DroppedByTemplate()
@@ -104,6 +105,23 @@ class SpanFinder:
         if self._shape is None:
             self._shape = self._infer_shape()
         return self._shape
+
+    def opened(self, row: Conversation) -> Conversation:
+        """The row with an opening tag before reasoning that only ends (the prompt that was answered had opened it), if
+        the template knows the tags: some templates write it only if the answer has both."""
+        if CLOSE not in self._template:
+            return row
+        contents = [str(message.get("content") or "") for message in row.messages]
+        bare = {
+            i
+            for i, content in enumerate(contents)
+            if row.messages[i]["role"] == "assistant" and CLOSE in content and OPEN not in content
+        }
+        messages = [
+            message | {"content": f"{OPEN}\n{contents[i].lstrip()}"} if i in bare else message
+            for i, message in enumerate(row.messages)
+        ]
+        return replace(row, messages=messages) if bare else row
 
     def find(
         self, row: Conversation, turns: list[int], *, by_skeleton: bool
@@ -399,7 +417,7 @@ class SpanFinder:
         if before.endswith(header + extra):
             return len(before) - len(extra)
         # An earlier turn may lack the extra, and the part of the header that opens the thinking.
-        edges = [edge for token in self._added_token.finditer(header) for edge in token.span() if edge > 0]
+        edges = [edge for token in self._edge.finditer(header) for edge in token.span() if edge > 0]
         for edge in (len(header), *sorted(edges, reverse=True)):
             if before.endswith(header[:edge]):
                 return len(before)
@@ -462,11 +480,11 @@ class SpanFinder:
         return TurnShape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end, begins_next=begins_next)
 
     def _shared_start(self, prompt: str, before: str) -> str:
-        """`prompt` if `before` starts with it; else their common prefix, cut back to the edge of a special token."""
+        """`prompt` if `before` starts with it; else their common prefix, cut to the edge of a special token or tag."""
         if before.startswith(prompt):
             return prompt
         shared = len(commonprefix([prompt, before]))
-        edges = (edge for token in self._added_token.finditer(prompt) for edge in token.span() if edge <= shared)
+        edges = (edge for token in self._edge.finditer(prompt) for edge in token.span() if edge <= shared)
         return prompt[: max(edges, default=0)]
 
 
