@@ -15,6 +15,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 _PROBE, _ANSWER = "zqx0xqz", "zqx1xqz"  # stand for the reasoning and the answer
 _TAG_AT_END = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])\Z")
+END_ALONE = re.compile(rf"(?<=\n){CLOSE}|{CLOSE}(?=\n)")
 _LOOK_BACK = 256  # characters before a turn in which its prompt may open the reasoning
 
 
@@ -44,11 +45,11 @@ class Reasoning:
                 if at is not None:
                     closing = text.find(tags.closing, at, end)
                     return at if closing < 0 else closing + len(tags.closing)
-        if CLOSE in (message.get("content") or "") and (closing := text.rfind(CLOSE, start, end)) >= 0:
-            return closing + len(CLOSE)  # all before it is reasoning, also if the prompt that was answered opened it
         opened = text[max(0, start - _LOOK_BACK) : start].rstrip().endswith(OPEN)
         if not opened and not text[start:end].lstrip().startswith(OPEN):
-            return start
+            # The prompt that was answered may have opened it: a closing tag with a line of its own ends it.
+            ends = list(END_ALONE.finditer(text, start, end)) if CLOSE in (message.get("content") or "") else []
+            return ends[-1].end() if ends else start
         closing = text.find(CLOSE, start, end)
         return end if closing < 0 else closing + len(CLOSE)  # reasoning that never ends is all of the turn
 

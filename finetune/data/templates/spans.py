@@ -41,7 +41,7 @@ from jinja2 import TemplateError
 
 from finetune.data.formats import Conversation, Message, RowError
 from finetune.data.templates.dropped_by_template import DroppedByTemplate
-from finetune.data.templates.reasoning import CLOSE, OPEN, Reasoning
+from finetune.data.templates.reasoning import CLOSE, END_ALONE, OPEN, Reasoning
 from finetune.data.templates.render import render
 from finetune.data.templates.token_ranges import Span
 from finetune.errors import UserError
@@ -115,7 +115,7 @@ class SpanFinder:
         bare = {
             i
             for i, content in enumerate(contents)
-            if row.messages[i]["role"] == "assistant" and CLOSE in content and OPEN not in content
+            if row.messages[i]["role"] == "assistant" and END_ALONE.search(content) and OPEN not in content
         }
         messages = [
             message | {"content": f"{OPEN}\n{contents[i].lstrip()}"} if i in bare else message
