@@ -178,7 +178,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         output_loading_info=True,
         dtype=dtype,
@@ -186,6 +186,7 @@ def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
+    model, report = loaded
     missing = sorted(report["missing_keys"]) if model.config.get_text_config() is model.config else []
     if missing:  # of a model with towers for images, text may not need them
         raise ValueError(f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}")
