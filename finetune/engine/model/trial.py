@@ -81,7 +81,7 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
     """
     from peft.tuners.lora import LoraLayer
 
-    layers = [
+    layers: list[tuple[Any, str]] = [
         (layer, name)
         for layer in model.modules()
         if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), torch.nn.Linear)

@@ -82,7 +82,8 @@ def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name
     settings |= {key: value for key, value in training.extra.items() if key != "gradient_checkpointing_kwargs"}
-    args = training_arguments(trl.SFTConfig(**settings | {"report_to": "none"}), batch, training.ddp_timeout)
+    settings["report_to"] = "none"
+    args = training_arguments(trl.SFTConfig(**settings), batch, training.ddp_timeout)
     if tracks_best:
         best.set_best_model_arguments(args, training)
     return args
