@@ -15,11 +15,17 @@ from torch import nn
 from finetune.engine.kernels import fp8, frozen, fused_lora
 from tests.helpers.kernels import ATTENTION, BOTH, model_of, surviving_share, with_adapter
 
-TOKENS, WIDTH, RANK = 2048, 256, 8
-# Part of the output, and how far the share may be from 1: three standard errors of what rounding leaves to chance.
-PARTS = [(1e-3, 0.02), (3e-4, 0.06)]
+WIDTH, RANK = 256, 8
 # Triton and bitsandbytes start processes to find CUDA.
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.process])]
+GPU = [pytest.mark.gpu, pytest.mark.process]
+# Device, tokens, part of the output, and how far the share may be from 1: three standard errors of what rounding leaves
+# to chance. CPUs are slow in bfloat16.
+CASES = [
+    ("cpu", 768, 1e-3, 0.03),
+    pytest.param("cuda", 4096, 1e-3, 0.02, marks=GPU),
+    pytest.param("cuda", 4096, 3e-4, 0.05, marks=GPU),
+]
+EACH = pytest.mark.parametrize(("device", "tokens", "part", "tolerance"), CASES, ids=lambda value: str(value))
 
 
 def base_layer(kind: str, device: str, out: int = WIDTH, inputs: int = WIDTH) -> Any:
@@ -54,15 +60,14 @@ def factors(part: float, device: str, out: int = WIDTH, inputs: int = WIDTH) -> 
     return a, torch.randn(out, RANK, device=device) * part * RANK**-0.5
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("part", "tolerance"), PARTS)
+@EACH
 @pytest.mark.parametrize(
     "kind",
     ["16 bits", "16 bits with room", "bias", "NF4", "8 bits", pytest.param("FP8", marks=pytest.mark.fp8)],
 )
-def test_no_part_of_a_projection_is_lost(kind: str, part: float, tolerance: float, device: str) -> None:
+def test_no_part_of_a_projection_is_lost(kind: str, device: str, tokens: int, part: float, tolerance: float) -> None:
     torch.manual_seed(0)
-    x = torch.randn(TOKENS, WIDTH, device=device).bfloat16()
+    x = torch.randn(tokens, WIDTH, device=device).bfloat16()
     layers = [base_layer(kind, device) for _ in range(3)]
     pairs = [factors(part, device) for _ in layers]
     scalings = (1.0, 1.0, 0.5)
@@ -81,13 +86,14 @@ def test_no_part_of_a_projection_is_lost(kind: str, part: float, tolerance: floa
     assert surviving_share(peft, without, expected) < 0.6
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("part", "tolerance"), PARTS)
+@EACH
 @pytest.mark.parametrize("kind", ["16 bits", "NF4", "8 bits", pytest.param("FP8", marks=pytest.mark.fp8)])
 @pytest.mark.parametrize("where", ["gate and up", "down"])
-def test_no_part_of_an_mlp_is_lost(where: str, kind: str, part: float, tolerance: float, device: str) -> None:
+def test_no_part_of_an_mlp_is_lost(
+    where: str, kind: str, device: str, tokens: int, part: float, tolerance: float
+) -> None:
     torch.manual_seed(0)
-    x = torch.randn(TOKENS, WIDTH, device=device).bfloat16()
+    x = torch.randn(tokens, WIDTH, device=device).bfloat16()
     layers = [base_layer(kind, device) for _ in range(3)]
     if kind == "FP8":
         part *= 10  # h is quantized after gate and up: its steps are 32 times those of bfloat16
@@ -118,10 +124,9 @@ def test_no_part_of_an_mlp_is_lost(where: str, kind: str, part: float, tolerance
     assert surviving_share(output(1.0), output(0.0), expected) == pytest.approx(1, abs=3 * tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("part", "tolerance"), PARTS)
+@EACH
 @pytest.mark.parametrize("where", BOTH)
-def test_no_part_of_an_expert_is_lost(where: str, part: float, tolerance: float, device: str) -> None:
+def test_no_part_of_an_expert_is_lost(where: str, device: str, tokens: int, part: float, tolerance: float) -> None:
     """Against the same experts in float32 by transformers and PEFT."""
     from finetune.engine.kernels import grouped_experts
 
@@ -134,8 +139,8 @@ def test_no_part_of_an_expert_is_lost(where: str, part: float, tolerance: float,
         elif "experts" in name and "lora" not in name:
             nn.init.normal_(one, std=128**-0.5)
     layer = model.base_model.model.model.layers[0].mlp.experts
-    x = torch.randn(4 * TOKENS, 128, device=device)
-    weights, numbers = torch.rand(4 * TOKENS, 4, device=device).softmax(-1).topk(2)
+    x = torch.randn(4 * tokens, 128, device=device)
+    weights, numbers = torch.rand(4 * tokens, 4, device=device).softmax(-1).topk(2)
 
     def outputs(dtype: torch.dtype) -> list[torch.Tensor]:
         model.to(dtype)
