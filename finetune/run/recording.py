@@ -99,6 +99,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layout_facts(job).items()},
             batch_mix=batch_mix(job.layout, job.plan()),
             data_fingerprint=job.data.fingerprint,
+            order_key=job.data.order_key,
             data_folder=str(job.data.folder.resolve()),  # where an export finds the held-out rows
             settings=start.settings,
             resumed_with_changes=list(start.history),

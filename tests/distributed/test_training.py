@@ -120,7 +120,7 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
         label_tokens=rows.label_tokens,
         global_batch_size=7,
         seed=run["config"]["training"]["seed"],
-        fingerprint=run["data_fingerprint"],
+        fingerprint=run["order_key"],
         lengths=rows.lengths,
     )
     assert plan.digest() == run["plan"]

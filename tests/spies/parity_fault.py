@@ -14,17 +14,17 @@ from tests.spies import give_trainer_to
 
 def break_loss(kind: str, trainer: Any) -> None:
     """The two mistakes of guides for several GPUs."""
-    healthy = type(trainer).compute_loss
+    healthy = trainer.compute_loss
 
     def compute_loss(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         if kind == "drops the count":
-            return healthy(self, model, inputs, return_outputs=return_outputs)
-        loss = healthy(self, model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        return loss * self.args.world_size if kind == "scales by W" else loss
+            return healthy(model, inputs, return_outputs=return_outputs)
+        loss = healthy(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        return loss * trainer.args.world_size if kind == "scales by W" else loss
 
-    type(trainer).compute_loss = compute_loss
+    trainer.compute_loss = compute_loss
 
 
 def main() -> int:

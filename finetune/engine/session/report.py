@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from finetune.config import Config
 from finetune.config.rules import Mode
-from finetune.engine.job import Choice
 from finetune.runtime import files
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -18,7 +17,7 @@ from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.engine.checkpoint.resume import StartPoint
-    from finetune.engine.job import Job
+    from finetune.engine.job import Choice, Job
 
 
 def print_introduction(job: Job, start: StartPoint) -> None:

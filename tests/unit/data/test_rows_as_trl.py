@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from datetime import datetime
 from typing import Any
 
 import datasets
@@ -315,9 +316,10 @@ def test_turns_without_marks_are_those_of_the_training_template_without_what_no_
     template = getattr(chat_template_utils, f"{name}_chat_template")
     tokenizer.chat_template = getattr(chat_template_utils, f"{name}_training_chat_template")
     messages = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello"))] * 2
-    trl = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    today = {"strftime_now": datetime(2026, 1, 1).strftime}  # the date of every template here
+    trl = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **today)
     opening = tokenizer.apply_chat_template(
-        messages[:1], chat_template=template, add_generation_prompt=True, tokenize=False
+        messages[:1], chat_template=template, add_generation_prompt=True, tokenize=False, **today
     )
     ((found,),) = Encoder(tokenizer, template).encode_batch([Conversation(messages=messages)])  # type: ignore[misc]
     assert found.input_ids.tolist() == trl["input_ids"]

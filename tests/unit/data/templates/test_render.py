@@ -137,6 +137,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the kernel")
 @pytest.mark.usefixtures("low_limits")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the timer may first fire in a callback
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped_with_a_message(name: str) -> None:
     """Before it has taken more than the limit of memory; the limits are the former ones afterwards."""
