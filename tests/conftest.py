@@ -55,19 +55,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs Unsloth where it is not installed, and FP8 where it cannot be computed."""
     if item.get_closest_marker("unsloth") and importlib.util.find_spec("unsloth") is None:
         pytest.skip("Unsloth is not installed: pip install '.[unsloth]', or `make install`")
-    if item.get_closest_marker("fp8") and (why := _no_fp8()) is not None:
+    device = "cuda" if item.get_closest_marker("gpu") else "cpu"
+    if item.get_closest_marker("fp8") and (why := _no_fp8(device)) is not None:
         pytest.skip(why)
 
 
 @functools.cache
-def _no_fp8() -> str | None:
+def _no_fp8(device: str) -> str | None:
     import torch
 
     from finetune.engine.kernels import fp8
     from finetune.errors import UserError
 
     try:
-        fp8.check("cpu", torch.float32)
+        fp8.check(device, torch.bfloat16 if device == "cuda" else torch.float32)
     except UserError as error:
         return str(error)
     return None

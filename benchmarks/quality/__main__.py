@@ -162,6 +162,10 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
             return {"error": error} | about
         found = ours(Path(request["out"])) if cell.stack == "ours" else json.loads(trained.read_text())
         about |= found | {"seconds": seconds}
+    merged = folder / "merged"
+    words = ["-m", "finetune", "export", request["out"], "--to", "merged", "--out", merged]
+    if cell.served and (error := process(words)):
+        return {"error": error} | about
     asked.write_text(
         json.dumps(
             {
@@ -169,6 +173,7 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
                 "trained": request["out"] if cell.stack else None,
                 "rows": str((given.data / "test.jsonl").resolve()),
                 "as_text": request["as_text"],
+                "merged": str(merged) if cell.served else None,
                 "four_bit": cell.mode == "qlora",
                 "exact": 0 if request["as_text"] else given.exact,
             }
@@ -176,7 +181,8 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
     )
     if error := process(["-m", "benchmarks.quality.judge", asked, judged]):
         return {"error": error} | about
-    shutil.rmtree(request["out"], ignore_errors=True)
+    for done in (request["out"], merged):
+        shutil.rmtree(done, ignore_errors=True)
     return json.loads(judged.read_text()) | about
 
 
@@ -197,6 +203,7 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
         "model": str((given.models / cell.model).resolve()),
         "backend": "transformers" if given.smoke or cell.long or cell.dtype == "float32" else "auto",
         "rows": str((given.data / "train.jsonl").resolve()),
+        "held_out": str((given.data / "test.jsonl").resolve()),
         "as_text": model.as_text,
         "out": str(folder / "model"),
         "cache": str(given.work / "cache"),
@@ -246,6 +253,8 @@ def ours(out: Path) -> dict[str, Any]:
         "steps": record["steps"],
         "tokens_per_step": record["tokens"] / record["steps"],
         "first_loss": record["losses"][0],
+        "own_loss": record.get("eval_loss_after"),
+        "adapter_part_kept": record.get("adapter_part_kept"),
         "peak_memory_gib": max(record["peak_memory_gib"], default=None),
         "backend": record["backend"],
         "master_weights": record["master_weights"],

@@ -56,6 +56,11 @@ class Cell:
     rate: float | None = None  # instead of the model's
 
     @property
+    def served(self) -> bool:
+        """Whether the ways to serve it are judged as well: the run's own evaluation, the merged export, `chat`."""
+        return self.stack == "ours" and self.mode == "lora" and self.rate is not None and self.packed
+
+    @property
     def reference(self) -> str:
         """The cell that this one is compared with: TRL on padded rows, in the same mode; without rounding for the modes
         that TRL lacks. Of packs that ranks share, the same packs on one."""
@@ -99,8 +104,8 @@ CELLS = {
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
         # Packs in float32 are slow: GPUs have no kernel for them that knows of documents.
         *("lora packed at 2e-4", "lora padded at 2e-4", "limit lora padded at 2e-4", "trl lora padded at 2e-4"),
-        *("lora packed at 1e-3", "limit lora padded at 1e-3", "trl lora padded at 1e-3"),
-        *("qlora packed at 2e-4", "trl qlora padded at 2e-4", "fp8 packed at 2e-4"),
+        *("lora packed at 1e-3", "limit lora padded at 1e-3", "trl lora padded at 1e-3", "lora packed at 1e-5"),
+        *("qlora packed at 2e-4", "qlora padded at 2e-4", "limit qlora padded at 2e-4", "trl qlora padded at 2e-4"),
         *("qwen limit lora padded", "trl qwen qlora padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
     )
@@ -142,6 +147,7 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             "max_length": request["max_length"],
             "packing": cell.packed,
             "pack_length": request["pack_length"] if cell.packed else None,
+            **({"eval_file": request["held_out"]} if cell.served else {}),
             "cache_dir": request["cache"],
         },
         "training": {

@@ -1,5 +1,6 @@
 """The judge: held-out loss and exact match of a trained model, with plain transformers, no packing, the same for all.
-On a GPU the loss is of the model in float32 (what was learned) and, as `served_loss`, in bfloat16 (what PEFT serves).
+On a GPU the loss is of the model in float32 (what was learned) and, as `served_loss`, in bfloat16 (what PEFT serves);
+of some cells also of the merged export and of the model that `finetune chat` loads.
 
 `python -m benchmarks.quality.judge REQUEST.json RESULT.json`, started by `benchmarks.quality`. The loss is the mean
 over the supervised tokens of `rows.encode`, whatever the stack supervised in training; TRL's own `eval_loss` of chat
@@ -27,6 +28,9 @@ def main() -> int:
     import torch
     from transformers import AutoTokenizer
 
+    from finetune.chat.load import load
+    from finetune.engine.checkpoint.run_artifacts import find_trained_model
+
     request = json.loads(Path(sys.argv[1]).read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(request["base"])
@@ -41,6 +45,11 @@ def main() -> int:
         result |= {"exact": None, "asked": request["exact"]}
         if request["exact"]:
             result["exact"] = exact(model, tokenizer, held_out[: request["exact"]])  # pyright: ignore[reportPossiblyUnboundVariable]
+        if request["merged"]:
+            merged = _load(request, Path(request["merged"]), device, torch.bfloat16)
+            result["merged_loss"] = loss(merged, tokenizer, held_out, request["as_text"])["loss"]
+            chat = load(find_trained_model(trained)).model  # last: it may import Unsloth, which changes transformers
+            result["chat_loss"] = loss(chat, tokenizer, held_out, request["as_text"])["loss"]
     Path(sys.argv[2]).write_text(json.dumps(result))
     return 0
 

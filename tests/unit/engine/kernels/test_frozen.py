@@ -22,8 +22,8 @@ GPU = [pytest.mark.gpu, pytest.mark.process]
 # to chance. CPUs are slow in bfloat16.
 CASES = [
     ("cpu", 768, 1e-3, 0.03),
-    pytest.param("cuda", 4096, 1e-3, 0.02, marks=GPU),
-    pytest.param("cuda", 4096, 3e-4, 0.05, marks=GPU),
+    pytest.param("cuda", 65_536, 1e-3, 0.01, marks=GPU),
+    pytest.param("cuda", 262_144, 3e-4, 0.01, marks=GPU),
 ]
 EACH = pytest.mark.parametrize(("device", "tokens", "part", "tolerance"), CASES, ids=lambda value: str(value))
 
