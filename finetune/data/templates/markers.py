@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.templates.render import render
+from finetune.data.templates.spans import added_token_pattern
 from finetune.errors import UserError
 from finetune.runtime.types import Tokenizer
 
@@ -228,8 +229,7 @@ class _Probe:
         self._tokenizer, self._template = tokenizer, template
         if template is None:
             raise self.refusal("there is none")
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self.tokens = "|".join(re.escape(content) for content in sorted(added, key=len, reverse=True)) or "(?!)"
+        self.tokens = added_token_pattern(tokenizer)
 
     def render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
         assert self._template is not None

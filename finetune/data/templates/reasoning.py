@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,22 +45,39 @@ class Reasoning:
                 at = _find_after(reasoning.strip(), tags.opening, text, start, end)
                 if at is not None:
                     closing = text.find(tags.closing, at, end)
-                    return at if closing < 0 else closing + len(tags.closing)
+                    return _after_blocks(text, at if closing < 0 else closing + len(tags.closing), end)
+        content = message.get("content") or ""
         opened = text[max(0, start - _LOOK_BACK) : start].rstrip().endswith(OPEN)
-        if not opened and not text[start:end].lstrip().startswith(OPEN):
-            # The prompt that was answered may have opened it: a closing tag with a line of its own ends it.
-            ends = list(END_ALONE.finditer(text, start, end)) if CLOSE in (message.get("content") or "") else []
-            return ends[-1].end() if ends else start
-        closing = text.find(CLOSE, start, end)
-        return end if closing < 0 else closing + len(CLOSE)  # reasoning that never ends is all of the turn
+        # A template may write something between the start of a turn and its content (gpt-oss: the channel).
+        first = text.find(OPEN, start, end) if content.lstrip().startswith(OPEN) and not opened else start
+        if (after := _after_blocks(text, max(first, start), end, opened=opened)) > max(first, start):
+            return after
+        # The prompt that was answered may have opened it: a closing tag with a line of its own ends it.
+        ends = list(END_ALONE.finditer(text, start, end)) if CLOSE in content else []
+        return ends[-1].end() if ends else start
+
+
+def _after_blocks(text: str, start: int, end: int, *, opened: bool = False) -> int:
+    """Where the blocks of reasoning end that begin here, or before (`opened`). There may be two: Qwen3.8's template
+    writes an empty one before that of the content. Reasoning that never ends is all of the turn."""
+    while opened or text[start:end].lstrip().startswith(OPEN):
+        closing, opened = text.find(CLOSE, start, end), False
+        start = end if closing < 0 else closing + len(CLOSE)
+    return start
 
 
 def _infer_tags(field: str, render: Callable[[list[Message]], str], token: str) -> _Tags | None:
-    """How the template encloses this field of a message, or None if it does not render it before the answer."""
-    try:
-        text = render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER, field: _PROBE}])
-    except RowError:
-        return None
+    """How the template encloses this field of a message, or None if it does not render it before the answer. Gemma 4
+    renders it only before tool calls."""
+    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER, field: _PROBE}
+    for calls in ({}, {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}):
+        with contextlib.suppress(RowError):
+            if tags := _tags_in(render([question, answer | calls]), token):
+                return tags
+    return None
+
+
+def _tags_in(text: str, token: str) -> _Tags | None:
     before, _, rest = text.partition(_PROBE)
     between, answer, _ = rest.partition(_ANSWER)
     before = before.rstrip()

@@ -115,7 +115,9 @@ class SpanFinder:
         bare = {
             i
             for i, content in enumerate(contents)
-            if row.messages[i]["role"] == "assistant" and END_ALONE.search(content) and OPEN not in content
+            if row.messages[i]["role"] == "assistant"
+            and (close := END_ALONE.search(content))
+            and OPEN not in content[: close.start()]
         }
         messages = [
             message | {"content": f"{OPEN}\n{contents[i].lstrip()}"} if i in bare else message
