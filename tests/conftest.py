@@ -17,6 +17,8 @@ import pytest
 from finetune.runtime import command
 from tests.helpers import tiny, warm
 
+# Runs on a CPU compute in float32, so that results can be compared tightly on every machine.
+os.environ["UNSLOTH_CPU_BF16"] = "0"
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 _free = True  # to start processes

@@ -8,6 +8,7 @@ import torch
 
 from finetune.config import Config
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import hardware
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
-    """The configured dtype. `auto`: bfloat16 if the GPU supports it, else float16; float32 on a CPU."""
+    """The configured dtype. `auto`: bfloat16 if the device has units for it; else float16 on a GPU, which has those,
+    and float32 on a CPU, where torch emulates 16 bits."""
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)
     if stack.device == "cpu":
-        return torch.float32
+        return torch.bfloat16 if hardware.cpu_has_bfloat16() else torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 

@@ -132,6 +132,18 @@ def probe() -> Hardware:
     return Hardware(**_device(gpu, count), nccl_version=nccl, unknown=unknown)
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has units for bfloat16: AMX or AVX-512 BF16 of x86, BF16 of Arm. Elsewhere torch emulates it,
+    slower than float32. As for Unsloth, UNSLOTH_CPU_BF16=0 or 1 decides instead."""
+    import torch
+
+    if asked := os.environ.get("UNSLOTH_CPU_BF16"):
+        return asked == "1"
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # not in the oldest torch
+    units = ("amx_bf16", "avx512_bf16", *(("bf16",) if platform.system() == "Linux" else ()))
+    return any(found.get(unit) for unit in units)
+
+
 def memory_outside_torch() -> tuple[float, float]:
     """Memory of this rank's GPU in bytes: in use outside torch's allocator (CUDA context, NCCL, other processes), and
     in total."""

@@ -11,10 +11,34 @@ import types
 import pytest
 import torch
 
+from finetune.config import Config
+from finetune.config.schema import ModelConfig
+from finetune.engine.model.load_arguments import resolve_dtype
+from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import hardware, nvml
 from tests.helpers.nvml import Card, install
 
 EIGHT: dict[tuple[int, int], int | str] = dict.fromkeys(itertools.combinations(range(8), 2), 18)
+
+
+@pytest.mark.parametrize(
+    ("units", "asked", "has"),
+    [
+        ({"avx2": True, "avx512_f": True}, None, False),  # torch emulates bfloat16
+        ({"avx512_bf16": True}, None, True),
+        ({"amx_bf16": True, "avx512_bf16": False}, None, True),
+        ({"avx512_bf16": True}, "0", False),
+        ({}, "1", True),
+    ],
+)
+def test_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, units: dict, asked: str | None, has: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
+    monkeypatch.delenv("UNSLOTH_CPU_BF16")
+    if asked is not None:
+        monkeypatch.setenv("UNSLOTH_CPU_BF16", asked)
+    stack = Stack(backend="transformers", reason="", device="cpu", local_rank=0, patches=())
+    assert resolve_dtype(Config(), stack) == (torch.bfloat16 if has else torch.float32)
+    assert resolve_dtype(Config(model=ModelConfig(dtype="float32")), stack) == torch.float32
 
 
 def test_eight_gpus_on_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
