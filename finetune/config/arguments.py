@@ -332,6 +332,7 @@ FOREIGN = {
     "torch_dtype": "model.dtype",
     "train_on_inputs": "data.assistant_only_loss",
     "val_set_size": "data.eval_fraction",
+    "weights": "data.train",
 }
 
 

@@ -22,18 +22,12 @@ class DataSource:
     format: str | None = None  # None is data.format
     columns: dict[str, str] | None = None  # None is data.columns
     template: str | None = None  # None is model.chat_template
-    weight: float | None = None
-    epochs: int | None = None
+    weight: float = 1.0  # passes over the rows per epoch
 
     @property
     def files(self) -> list[str]:
         """The paths, globs and URLs; none for a dataset on the Hub."""
         return [self.file] if isinstance(self.file, str) else list(self.file or [])
-
-    @property
-    def passes(self) -> float:
-        """Passes over the rows per epoch."""
-        return self.weight or float(self.epochs or 1)
 
 
 # Key -> annotation of an entry of data.train or data.eval.
@@ -42,7 +36,6 @@ ENTRY_TYPES: Values = {
     "format": KEYS["data.format"].type,
     "columns": dict[str, str],
     "weight": float,
-    "epochs": int,
     **dict.fromkeys(("name", "config", "split", "template"), str),
 }
 _OTHER_NAMES = {"path": "file", "files": "file", "train_file": "file", "dataset_name": "name", "dataset": "name"} | {
@@ -50,6 +43,7 @@ _OTHER_NAMES = {"path": "file", "files": "file", "train_file": "file", "dataset_
     "subset": "config",
     "chat_template": "template",
     "weights": "weight",
+    "epochs": "weight",
 }
 
 
@@ -59,9 +53,7 @@ def training_sources(data: DataConfig) -> list[DataSource]:
         return [_data_source(entry) for entry in data.train]
     if data.dataset_name is not None:
         return [DataSource(name=data.dataset_name, config=data.dataset_config, split=data.split)]
-    files = _listed(data.train_file)
-    weights = data.weights or [None] * len(files)
-    return [DataSource(file=file, weight=weight) for file, weight in zip(files, weights, strict=True)]
+    return [DataSource(file=file) for file in _listed(data.train_file)]
 
 
 def evaluation_sources(data: DataConfig) -> list[DataSource]:
@@ -106,12 +98,9 @@ def _contradictions(entry: Values) -> Iterator[str]:
     for key in ("config", "split"):
         if key in entry and "name" not in entry:
             yield f"`{key}` applies to a dataset on the Hub. Set name, or remove it."
-    if "weight" in entry and "epochs" in entry:
-        yield "`weight` and `epochs` are the same number: passes per epoch. Keep one."
-    for key in ("weight", "epochs"):
-        value = entry.get(key)
-        if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
-            yield f"`{key}: {value:g}`: must be above 0. Remove the source to leave it out."
+    weight = entry.get("weight")
+    if isinstance(weight, int | float) and not (weight > 0 and math.isfinite(weight)):
+        yield f"`weight: {weight:g}`: must be above 0. Remove the source to leave it out."
 
 
 def _data_source(entry: Values) -> DataSource:

@@ -30,7 +30,6 @@ NEEDS_A_MODEL = (
     "data.train",
     "data.dataset_name",
     "data.dataset_config",
-    "data.weights",
     "data.eval_file",
     "data.eval",
     "data.eval_fraction",
@@ -394,25 +393,9 @@ def mixtures(config: Config, given: frozenset[str]) -> Contradictions:
         for text in entry_errors(entries) if entries is not None else ():
             yield (name,), text
     if config.data.train is not None:
-        for key, instead in (("data.weights", "weight"), ("data.dataset_config", "config"), ("data.split", "split")):
+        for key, instead in (("data.dataset_config", "config"), ("data.split", "split")):
             if not _is_default(config, key):
-                yield (
-                    ("data.train", key),
-                    f"{key} does not apply to data.train. Set {instead} in its entry.",
-                )
-
-
-def weights(config: Config, given: frozenset[str]) -> Contradictions:
-    """One weight per training file."""
-    given_weights, files = config.data.weights, config.data.train_file
-    if given_weights is None or config.data.train is not None:
-        return
-    count = len([files] if isinstance(files, str) else files or [])
-    if len(given_weights) != count or not all(weight > 0 and math.isfinite(weight) for weight in given_weights):
-        yield (
-            ("data.weights", "data.train_file"),
-            f"expected one weight above 0 for each of the {count} entries of data.train_file. Add or remove weights.",
-        )
+                yield ("data.train", key), f"{key} does not apply to data.train. Set {instead} in its entry."
 
 
 def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:
@@ -446,7 +429,7 @@ def loss_mask(config: Config, given: frozenset[str]) -> Contradictions:
             ("data.response_part", "data.instruction_part"),
             "response_part: auto finds both markers in the chat template. Set both markers, or auto alone.",
         )
-    if data.response_part is not None and data.format not in ("auto", "text"):
+    if data.response_part is not None and data.format not in ("auto", "text", "document"):
         yield (
             ("data.response_part", "data.format"),
             f"markers are for rows of text, and the turns of format {data.format} are known without them. Remove"
@@ -487,7 +470,7 @@ def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
         )
     if not _is_default(config, "data.chat_template_kwargs"):
         chosen += ("data.chat_template_kwargs",)
-    texts = {"data.format": data.format == "text", "data.response_part": data.response_part is not None}
+    texts = {"data.format": data.format in ("text", "document"), "data.response_part": data.response_part is not None}
     of_text = tuple(name for name, is_set in texts.items() if is_set)
     if chosen and of_text:
         yield (*chosen, *of_text), "rows of text have no messages. Remove what selects them, or use rows of messages."
@@ -874,7 +857,6 @@ RULES: tuple[Rule, ...] = (
     adapter_modules,
     training_data,
     mixtures,
-    weights,
     held_out_rows,
     loss_mask,
     trained_messages,

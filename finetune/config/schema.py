@@ -58,7 +58,7 @@ class ModelConfig:
         "auto", "auto uses Unsloth if it can be imported and supports the device, otherwise plain transformers."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
-        "auto", "Compute dtype. auto uses bfloat16 if the device supports it."
+        "auto", "Compute dtype. auto uses bfloat16 if the device has units for it: without, a CPU gets float32."
     )
     load_in_4bit: bool = _setting(False, "QLoRA: load the frozen base model in 4 bits (NF4).")
     load_in_8bit: bool = _setting(False, "Load the frozen base model in 8 bits (LLM.int8).")
@@ -130,9 +130,6 @@ class DataConfig:
     train: list[dict] | None = _setting(
         None, "Training rows from several sources, such as {file: a.csv, format: alpaca, weight: 2}: see docs/data.md."
     )
-    weights: list[float] | None = _setting(
-        None, "Passes over each train_file per epoch: 2 uses its rows twice, 0.5 half of them. null is 1 each."
-    )
     dataset_name: str | None = _setting(None, "Dataset on the Hub, instead of train_file.", NOT_EMPTY)
     dataset_config: str | None = _setting(None, "Configuration (subset) of the Hub dataset, such as main.")
     split: str = _setting("train", "Split of the dataset to train on.")
@@ -141,8 +138,8 @@ class DataConfig:
     )
     eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
     eval: list[dict] | None = _setting(None, "Held-out rows from several sources, written like train.")
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = _setting(
-        "auto", "Row format. auto detects it and prints what it found."
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "document", "tokenized"] = (
+        _setting("auto", "Row format. auto detects it and prints what it found; document: each .txt file is one.")
     )
     columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {instruction: question, output: answer}.")
     dataset_text_field: str = _setting(

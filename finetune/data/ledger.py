@@ -13,19 +13,7 @@ from finetune.errors import listed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
-BUCKETS = (
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-    16384,
-    32768,
-)  # upper bounds of the length histogram, tokens
+BUCKETS = tuple(2**power for power in range(5, 16))  # upper bounds of the length histogram, tokens
 
 
 @dataclass

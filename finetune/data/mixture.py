@@ -11,6 +11,7 @@ from typing import Any
 from finetune.config import Config
 from finetune.config.data_sources import DataSource, evaluation_sources, training_sources
 from finetune.data import sources
+from finetune.errors import UserError
 from finetune.redact import redact
 from finetune.runtime.types import JsonObject
 
@@ -30,7 +31,7 @@ class Source:
     text_field: column of text, if the rows have no column that TRL reads first (see `formats.text_column`)
     template:  name or file of the chat template; None: the configuration's
     weight:    passes per epoch: 2.0 takes each row twice, 0.3 takes 30% of the rows
-    raw:       documents of raw text, see `sources.is_raw`
+    raw:       how raw text is divided into documents, see `sources.divided`; empty for rows
     as_trl:    optional columns that TRL does not read are not read
     """
 
@@ -42,7 +43,7 @@ class Source:
     text_field: str = "text"
     template: str | None = None
     weight: float = 1.0
-    raw: bool = False
+    raw: str = ""
     as_trl: bool = False
 
 
@@ -60,13 +61,15 @@ def _sources(config: Config, origins: list[DataSource]) -> list[Source]:
         name = _name(origin)
         names[name] += 1
         name += f" (entry {names[name]})" if names[name] > 1 else ""
+        format = origin.format or config.data.format
+        whole = format == "document"
         settings = {
             "name": name,
-            "format": origin.format or config.data.format,
+            "format": format,
             "columns": config.data.columns if origin.columns is None else origin.columns,
             "text_field": config.data.dataset_text_field,
             "template": origin.template,
-            "weight": origin.passes,
+            "weight": origin.weight,
         }
         if origin.name is not None:
             hub = (origin.name, origin.config, origin.split or "train")
@@ -75,12 +78,14 @@ def _sources(config: Config, origins: list[DataSource]) -> list[Source]:
         for file in sources.expand(origin.files) if origin.files else ():
             found.append(
                 Source(
-                    open=functools.partial(sources.iter_rows, [file]),
+                    open=functools.partial(sources.iter_rows, [file], whole=whole),
                     identity=sources.content_digest([file]),
-                    raw=sources.is_raw(file),
+                    raw=sources.divided(file, whole=whole),
                     **settings,
                 )
             )
+        if whole and not found[-1].raw:
+            raise UserError(f"data.format: document is for .txt and .md files, and {name} has rows. Set it to text.")
     return found
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -151,7 +152,7 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: R
         own = [*_reading(source), source.template, source.weight]
         if own == [data.format, data.columns, None, 1.0]:
             return source.identity
-        return [source.identity, *own, seed if source.weight % 1 else None]
+        return [source.identity, *own, [seed, "rounded"] if source.weight % 1 else None]
 
     rows = {name: [of(source) for source in split] for name, split in splits.items()}
     alone = {name: found[0] if len(found) == 1 else found for name, found in rows.items()}
@@ -214,7 +215,7 @@ def _build(folder: Path, config: Config, readers: Readers, splits: Mapping[str, 
 
 def _chunks(
     split: str,
-    opened: Iterable[tuple[Source, Iterator[Item]]],
+    opened: Sequence[tuple[Source, Iterator[Item]]],
     config: Config,
     readers: Readers,
     ledger: Ledger,
@@ -222,26 +223,28 @@ def _chunks(
     """The rows of a split, in order, CHUNK_ROWS of the same source at a time. `ledger` gets the columns of each source
     that are not read."""
     seed, first = config.training.seed, 0
+    of_entry = Counter[str]()  # rows read: an entry of several files is weighted as a whole
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
-    for index, (source, rows) in enumerate(opened):
+    for source, rows in opened:
         format, rows = detect(rows, source, config)
         if source.raw:
             end = readers.encoder(source).text_end
-            format = replace(format, evidence=f"documents of raw text, each ends with {end!r}")
+            format = replace(format, evidence=f"documents of raw text, {source.raw}, each ends with {end!r}")
         columns = Columns(format, has_template=readers.has_template(source))
-        repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
         while batch := list(islice(rows, CHUNK_ROWS)):
             chosen, placed = [], []
-            for number, (row, where) in enumerate(batch, read):
-                copies = repeats + (extra > 0 and _random_number(seed, f"weight {index} {number}") < extra)
+            drawn = [_random_number(f"{seed} weight {first + read + row}") for row in range(len(batch))]
+            all_copies = _copies(source.weight, of_entry[source.name], drawn)
+            for (number, (row, where)), copies in zip(enumerate(batch, read), all_copies, strict=True):
                 # A held-out row is used once: its copies would otherwise be training rows.
-                is_held_out = held_out > 0 and _random_number(seed, first + number) < held_out
+                is_held_out = held_out > 0 and _random_number(f"{seed} {first + number}") < held_out
                 if copies:
                     chosen.append(row)
                     placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
                 columns.add(row)
             read += len(batch)
+            of_entry[source.name] += len(batch)
             if chosen:
                 alike: dict[bool, list[JsonObject]] = {}  # a source may have prompts of text and of messages
                 for row in chosen:
@@ -260,6 +263,25 @@ def _chunks(
         ledger.source(source.name).unread += columns.unread
         ledger.notes.update(columns.notes())
         first += read
+    for source, _ in opened:
+        if (count := of_entry[source.name]) and not _rounded(count * source.weight):
+            raise UserError(
+                f"{source.name}: a weight of {source.weight:g} takes none of its {counted(count, 'row')}. Set it to at "
+                f"least {math.ceil(500 / count) / 1000:g}, or remove the source."
+            )
+
+
+def _copies(weight: float, read: int, drawn: Sequence[int]) -> list[int]:
+    """How often each of the next rows of a source is used, given the number drawn for each. With those that were
+    `read` before, it is round(rows x weight) in all."""
+    whole, count = int(weight), len(drawn)
+    extra = _rounded((read + count) * weight) - _rounded(read * weight) - whole * count
+    chosen = set(sorted(range(count), key=drawn.__getitem__)[:extra])
+    return [whole + (row in chosen) for row in range(count)]
+
+
+def _rounded(number: float) -> int:
+    return int(number + 0.5)
 
 
 def _encode_all(
@@ -379,9 +401,14 @@ _REMEDIES = {
 
 def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[Source], eval_fraction: float) -> str:
     ledger = ledgers[split]
-    if not ledger.rows_read:
-        return _nothing_drawn(split, ledgers, sources, eval_fraction)
     names = ", ".join(dict.fromkeys(source.name for source in sources)) or "data.eval_fraction"
+    if not (ledger.rows_read or eval_fraction):
+        return f"{names}: there are no rows ({split}). Add some."
+    if not ledger.rows_read:
+        total = counted(sum(one.rows_read for one in ledgers.values()), "row")
+        found, change = ("none", "Raise") if split == "eval" else ("all of them", "Lower")
+        drawn = f"data.eval_fraction: {eval_fraction:g} of {total} is {found}: each row is drawn by itself"
+        return f"{drawn}. {change} it, or give data.eval_file."
     dropped = ledger.dropped.most_common()
     reasons = "; ".join(f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in dropped)
     remedies = dict.fromkeys(_REMEDIES.get(reason, "check data.columns and data.format") for reason, _ in dropped)
@@ -389,23 +416,6 @@ def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[S
         f"{names}: none of {counted(ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped: {reasons}. "
         f"Look at the first row of each reason, and {'; '.join(remedies)}."
     )
-
-
-def _nothing_drawn(split: str, ledgers: Mapping[str, Ledger], sources: Iterable[Source], eval_fraction: float) -> str:
-    """Why a split has no row at all: rows are held out, and taken by fractional weights, by chance."""
-    total = counted(sum(ledger.rows_read for ledger in ledgers.values()), "row")
-    if eval_fraction and split == "eval":
-        return (
-            f"data.eval_fraction: {eval_fraction:g} of {total} is none: each row is drawn by itself. Raise it, or give "
-            "data.eval_file."
-        )
-    if eval_fraction and ledgers["eval"].rows_read:
-        return (
-            f"data.eval_fraction: {eval_fraction:g} of {total} is all of them: each row is drawn by itself. Lower it, "
-            "or give data.eval_file."
-        )
-    weights = ", ".join(f"{source.name} ({source.weight:g})" for source in sources)
-    return f"no row of {split} is used: the weights take none of the rows of {weights}. Raise them, or add rows."
 
 
 def cached_rows(folder: Path, split: str) -> Rows | None:
@@ -418,9 +428,9 @@ def _file_name(split: str) -> str:
     return quote(split, safe="")
 
 
-def _random_number(seed: int, number: int | str) -> int:
-    """A pseudorandom number in [0, 2**64) for one row; it alone decides if the row is held out or repeated."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
+def _random_number(seed: str) -> int:
+    """A pseudorandom number in [0, 2**64), of the seed and number of a row."""
+    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:

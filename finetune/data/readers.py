@@ -44,7 +44,7 @@ class Readers:
         self._config, self.tokenizer = config, tokenizer
         self._templates: dict[str | None, str | None] = {}
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
-        self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}
+        self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}  # by template, of text, of raw text
         self._turns: dict[str | None, str | None] = {}
         self.notes = ""
         for source in sources:
@@ -72,7 +72,7 @@ class Readers:
 
     def encoder(self, source: Source) -> Encoder:
         """The encoder of a source."""
-        return self._encoders[self._name(source), _needs_no_template(source), source.raw]
+        return self._encoders[self._name(source), _needs_no_template(source), bool(source.raw)]
 
     def has_template(self, source: Source) -> bool:
         """Whether the conversations of a source can be rendered."""
@@ -115,10 +115,10 @@ class Readers:
         return source.template or self._config.model.chat_template
 
     def _add(self, source: Source) -> None:
-        name, is_text = self._name(source), _needs_no_template(source)
+        name, is_text, raw = self._name(source), _needs_no_template(source), bool(source.raw)
         self._read(name)
-        if (name, is_text, source.raw) not in self._encoders:
-            self._encoders[name, is_text, source.raw] = self._new_encoder(name, is_text, source.raw)
+        if (name, is_text, raw) not in self._encoders:
+            self._encoders[name, is_text, raw] = self._new_encoder(name, is_text, raw)
 
     def _new_encoder(self, name: str | None, is_text: bool, raw: bool) -> Encoder:
         data = self._config.data
@@ -166,18 +166,18 @@ def _writes_date(template: str | None) -> bool:
 
 def _needs_no_template(source: Source) -> bool:
     """Whether its rows are known not to be rendered: then a template that cannot be masked exactly does not matter."""
-    return source.raw or source.format in ("text", "tokenized")
+    return bool(source.raw) or source.format in ("text", "tokenized")
 
 
 def detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
     """The format of the first rows, and an iterator over all rows."""
-    rows = iter(rows)
+    rows, asked = iter(rows), "text" if source.format == "document" else source.format
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
-    mapping = source.columns or formats.text_column(columns, source.text_field, source.format)
+    mapping = source.columns or formats.text_column(columns, source.text_field, asked)
     lacks_text = not source.columns and not source.raw and source.text_field not in ("text", *columns)
     try:
-        found = formats.detect(columns, [row for row, _ in first], source.format, mapping, as_trl=source.as_trl)
+        found = formats.detect(columns, [row for row, _ in first], asked, mapping, as_trl=source.as_trl)
         if lacks_text and found.name == "text":
             raise UserError(f"the columns are {listed(columns)}. Set it to one of them.")
     except UserError as error:

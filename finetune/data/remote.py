@@ -33,10 +33,6 @@ class RemoteFile:
     def __str__(self) -> str:
         return redact(self._url)
 
-    def is_dir(self) -> bool:
-        """False: folders are expanded into their files."""
-        return False
-
     def open(self, mode: str = "rb") -> IO[bytes]:
         """The contents as a seekable stream."""
         with remote_errors(self._url):
@@ -103,7 +99,9 @@ def remote_errors(url: str) -> Iterator[None]:
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"{redact(url)} needs the package {_package(url, error)}. {_install(url, error)}") from error
+        package = _package(url, error)
+        remedy = f"Run `pip install {package}`, or download the file and give its path."
+        raise UserError(f"{redact(url)} needs the package {package}. {remedy}") from error
     except Exception as error:  # every file system has its own
         reason = redact(f"{type(error).__name__}: {error}".strip().rstrip("."))
         raise UserError(f"{redact(url)} cannot be read: {reason}. {_remedy(url)}") from error
@@ -115,10 +113,6 @@ def _package(url: str, error: ImportError) -> str:
     kind = known_implementations.get(url.partition(":")[0], {}).get("class", "fsspec").partition(".")[0]
     missing = getattr(error.__cause__, "name", None) or error.name or "aiohttp"
     return missing if kind in ("fsspec", "huggingface_hub") else kind
-
-
-def _install(url: str, error: ImportError) -> str:
-    return f"Run `pip install {_package(url, error)}`, or download the file and give its path."
 
 
 def _remedy(url: str) -> str:

@@ -50,18 +50,20 @@ _SPLIT_NAMES = {
 }
 _BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
 _CHUNK_BYTES = 1 << 20
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}  # of a CSV
 
 
-def iter_rows(files: Sequence[str | File]) -> Iterator[tuple[Row, str]]:
+def iter_rows(files: Sequence[str | File], *, whole: bool = False) -> Iterator[tuple[Row, str]]:
     """Yields (row, where) from files, URLs, globs, folders of files and save_to_disk folders, in the order given.
 
     `where` is for messages: "train.jsonl:17" (physical line) or "x.parquet:row 17", both counted from 1. Memory use is
-    bounded by a line or a record batch, except for .json, which is parsed as one document. Raises UserError if a file
+    bounded by a line or a record batch, except for .json, which is parsed as one document. `whole`: a .txt file is one
+    document; otherwise blank lines divide it into several. Raises UserError if a file
     is missing, empty, truncated, not UTF-8, or contains something other than rows.
     """
     for path in expand(files):
         empty = True
-        for item in _reader(path):
+        for item in _reader(path, whole):
             empty = False
             yield item
         if empty:
@@ -88,6 +90,14 @@ def expand(files: Sequence[str | File]) -> list[File]:
 def is_raw(path: File) -> bool:
     """Whether a file holds documents of raw text instead of rows."""
     return _kind(path) in RAW_KINDS
+
+
+def divided(path: File, *, whole: bool) -> str:
+    """How a file of raw text is divided into documents, in words; empty for a file of rows."""
+    if not is_raw(path):
+        return ""
+    one = whole or _kind(path) == ".md"
+    return "one per file" if one else "divided by blank lines (data.format: document keeps a file whole)"
 
 
 def content_digest(files: Sequence[str | File]) -> str:
@@ -309,27 +319,22 @@ def _what_exists_near(path: Path) -> str:
 # --- one reader per type --------------------------------------------------------------------------------------------
 
 
-def _reader(path: File) -> Iterator[tuple[Row, str]]:
-    if isinstance(path, RemoteFile):
-        return _remote_rows(path)
-    if path.is_dir():
-        return _read_saved_dataset(path)
-    return _file_rows(path)
+def _reader(path: File, whole: bool) -> Iterator[tuple[Row, str]]:
+    if isinstance(path, Path):
+        yield from _read_saved_dataset(path) if path.is_dir() else _file_rows(path, whole)
+    else:
+        with remote_errors(str(path)):
+            yield from _file_rows(path, whole)
 
 
-def _remote_rows(path: RemoteFile) -> Iterator[tuple[Row, str]]:
-    with remote_errors(str(path)):
-        yield from _file_rows(path)
-
-
-def _file_rows(path: File) -> Iterator[tuple[Row, str]]:
+def _file_rows(path: File, whole: bool) -> Iterator[tuple[Row, str]]:
     kind = _kind(path)
     if kind == ".parquet":
         return _read_parquet(path)
     if kind == ".arrow":
         return _number(path, _arrow_rows(path))
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_txt, ".md": _read_md}
-    return _read_text(path, readers[kind])
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".md": _read_whole}
+    return _read_text(path, readers.get(kind) or (_read_whole if whole else _read_paragraphs))
 
 
 def _read_text(path: File, reader: Any) -> Iterator[tuple[Row, str]]:
@@ -408,7 +413,7 @@ def _read_json(path: File) -> Iterator[tuple[Row, str]]:
         yield _as_row(row, where), where
 
 
-def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
+def _read_paragraphs(path: File) -> Iterator[tuple[Row, str]]:
     """Documents divided by blank lines."""
     lines: list[str] = []
     with _open(path) as file:
@@ -416,16 +421,16 @@ def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
             if text.strip():
                 lines.append(text)
             elif lines:
-                yield _document(lines), f"{path}:{number - len(lines)}"
+                yield {"text": "".join(lines).strip("\n")}, f"{path}:{number - len(lines)}"
                 lines = []
 
 
-def _read_md(path: File) -> Iterator[tuple[Row, str]]:
-    """One document: in Markdown, a blank line divides paragraphs."""
+def _read_whole(path: File) -> Iterator[tuple[Row, str]]:
+    """One document."""
     with _open(path) as file:
-        lines = list(_lines(path, file))
-    if any(line.strip() for line in lines):
-        yield _document(lines), f"{path}:1"
+        text = "".join(_lines(path, file))
+    if text.strip():
+        yield {"text": text.strip("\n")}, f"{path}:1"
 
 
 def _lines(path: File, file: IO[bytes]) -> Iterator[str]:
@@ -437,34 +442,37 @@ def _lines(path: File, file: IO[bytes]) -> Iterator[str]:
             first = False
 
 
-def _document(lines: list[str]) -> Row:
-    return {"text": "".join(lines).strip("\n")}
-
-
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(2**31 - 1)  # the default rejects fields above 128 KiB
-    with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            header = reader.fieldnames or []
-            repeated = sorted({name for name in header if header.count(name) > 1})
-            if repeated:
-                raise UserError(f"{path}: the header repeats {listed(repeated)}. Give each column a unique name.")
-            for number, row in enumerate(reader, 1):
-                where = f"{path}:row {number}"
-                if None in row:
-                    extra = len(row[None])  # pyright: ignore[reportArgumentType]
-                    raise UserError(
-                        f"{where} (line {reader.line_num}) has {len(header) + extra} fields, but the header has "
-                        f"{len(header)}. Put quotes around text that contains a comma."
-                    )
-                yield row, where
-        except csv.Error as error:
-            raise UserError(
-                f"{path}:{reader.line_num}: invalid CSV ({error}). Put quotes around text that contains a comma."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise _wrong_encoding(path) from error
+    try:
+        with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+            yield from _csv_rows(path, file)
+    except UnicodeDecodeError as error:
+        raise _wrong_encoding(path) from error
+
+
+def _csv_rows(path: File, file: IO[str]) -> Iterator[tuple[Row, str]]:
+    first = file.readline()
+    # A comma, or if the header has none, the semicolon or tab that some spreadsheets write instead.
+    separators = [one for one in _SEPARATORS if len(next(csv.reader([first], delimiter=one), ())) > 1] or [","]
+    quotes = f"Put quotes around text that contains a {_SEPARATORS[separators[0]]}."
+    reader = csv.DictReader(chain([first], file), delimiter=separators[0], strict=True)
+    try:
+        header = reader.fieldnames or []
+        repeated = sorted({name for name in header if header.count(name) > 1})
+        if repeated:
+            raise UserError(f"{path}: the header repeats {listed(repeated)}. Give each column a unique name.")
+        for number, row in enumerate(reader, 1):
+            where = f"{path}:row {number}"
+            if None in row:
+                extra = len(row[None])  # pyright: ignore[reportArgumentType]
+                raise UserError(
+                    f"{where} (line {reader.line_num}) has {len(header) + extra} fields, but the header has "
+                    f"{len(header)}. {quotes}"
+                )
+            yield row, where
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: invalid CSV ({error}). {quotes}") from error
 
 
 def _read_parquet(path: File) -> Iterator[tuple[Row, str]]:

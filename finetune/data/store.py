@@ -23,7 +23,7 @@ from finetune.runtime.files import checksum, staging, write_json
 from finetune.runtime.machine.disk import disk_errors
 from finetune.runtime.types import JsonObject
 
-VERSION = 7  # increment if the file layout or the code that determines tokens and labels changes; part of every key
+VERSION = 8  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
 _INFO = "entry.json"

@@ -88,11 +88,7 @@ def run(argv: list[str]) -> int:
     for command in commands.values():
         print_line(f"  {command}")
     if options.json:
-        found = {
-            "file": str(options.file),
-            "machine": detect.facts(machine),
-            "commands": commands,
-        }
+        found = {"file": str(options.file), "machine": detect.facts(machine), "commands": commands}
         write_json(options.json, found | {"model": vars(model), "rows": _describe_rows(rows), "method": method})
     return DONE
 
@@ -148,20 +144,13 @@ def _ask_method(options: argparse.Namespace, model: Model, machine: Hardware) ->
 
     suggested, why = detect.method(model, machine)
     question = f"Train {', '.join(METHODS[:-1])} or {METHODS[-1]} ({suggested}: {why})"
-    return _answer("--method", question, options.method, _known_method, suggested)
-
-
-def _known_method(text: str) -> str:
-    if text not in METHODS:
-        raise UserError(f"unknown method: {text}. Choose {', '.join(METHODS)}.")
-    return text
+    return _answer("--method", question, options.method, _method, suggested)
 
 
 def _method(text: str) -> str:
-    try:
-        return _known_method(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if text not in METHODS:
+        raise UserError(f"unknown method: {text}. Choose {', '.join(METHODS)}.")
+    return text
 
 
 def _columns(text: str) -> dict[str, str]:

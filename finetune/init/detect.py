@@ -28,7 +28,7 @@ ENOUGH_ROWS, FEW_ROWS = 500, 100
 FEWEST_STEPS, MOST_EPOCHS = 60, 5  # of a run that is to learn something, if so many epochs allow it
 SMALLEST_BATCH, STEPS_PER_EPOCH = 4, 16  # of few rows
 COUNTED = 20_000  # rows; of more, the settings do not depend on their number
-CHARACTERS = 4 * 2048  # of a piece of raw text
+CHARACTERS_PER_TOKEN = 4  # of raw text, about
 # Files of a model folder that hold a chat template (transformers' tokenization_utils_base.py).
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONVERSATIONS = ("messages", "sharegpt")  # formats that only a chat template can render
@@ -122,14 +122,17 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         guess = formats.suggested(present, [row for row, _ in first]) or {"instruction": "COLUMN", "output": "COLUMN"}
         example = f"--columns {shlex.quote(','.join(f'{field}={column}' for field, column in guess.items()))}"
         raise UserError(f"{first[0][1]}: {error} With `finetune init`: {example}.") from None
-    raw = not is_url(name) and any(sources.is_raw(file) for file in sources.expand([name]))
+    raw = "" if is_url(name) else sources.divided(sources.expand([name])[0], whole=False)
     count = len(read) + sum(1 for _ in islice(stream, 0 if is_url(name) else COUNTED - len(read)))
     fraction = HELD_OUT if count >= ENOUGH_ROWS else HELD_OUT_OF_FEW if count >= FEW_ROWS else 0.0
-    if raw:
-        count = sum(-(-len(row["text"]) // CHARACTERS) for row, _ in read)
     described = formats.describe(
         format, has_template=True, assistant_only_loss=DataConfig().assistant_only_loss, completion_only_loss=None
     )
+    if raw:
+        lengths = [len(row["text"]) for row, _ in read]
+        tokens = sum(lengths) / len(lengths) / CHARACTERS_PER_TOKEN
+        described = f"{counted(count, 'document')} of raw text, {raw}, about {tokens:,.0f} tokens each"
+        count = sum(math.ceil(length / CHARACTERS_PER_TOKEN / 2048) for length in lengths)
     return Rows(
         key="train_file",
         name=name,

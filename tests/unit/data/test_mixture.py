@@ -123,7 +123,7 @@ def test_a_mixture_is_its_sources_prepared_alone(tmp_path: Path, tokenizer: Any,
     entries = [
         {"file": str(files["chat"])},
         {"file": [str(files["csv"])], "columns": columns, "weight": 2},
-        {"file": str(files["alpaca"]), "format": "alpaca", "template": "gemma", "epochs": 3},
+        {"file": str(files["alpaca"]), "format": "alpaca", "template": "gemma", "weight": 3},
         {"file": str(files["chat"]), "template": "gemma"},
     ]
     mixed = run(tmp_path, tokenizer, "--data.train", json.dumps(entries))
@@ -160,6 +160,21 @@ def test_each_file_of_a_list_has_its_own_format(tmp_path: Path, tokenizer: Any, 
     assert documents(one_entry.train) == documents(alone[1].train) + documents(alone[0].train)
     (row,) = one_entry.ledgers["train"]["sources"]
     assert row["rows_read"] == 11 and row["formats"] == [alone[1].format, alone[0].format]
+
+
+def test_raw_text_by_blank_lines_or_by_file(tmp_path: Path, tokenizer: Any, files: dict[str, Path]) -> None:
+    (tmp_path / "book.txt").write_text("the cat runs\n\nover a hill\n")
+    (tmp_path / "book.md").write_text("the cat runs\n\nover a hill\n")
+    divided = run(tmp_path, tokenizer, "--data.train_file", str(tmp_path / "book.txt"))
+    whole = run(tmp_path, tokenizer, "--data.train_file", str(tmp_path / "book.txt"), "--data.format", "document")
+    markdown = run(tmp_path, tokenizer, "--data.train_file", str(tmp_path / "book.md"))
+    one_of_two = run(tmp_path, tokenizer, "--data.train", f"[{{file: {tmp_path}/book.txt, format: document}}]")
+    assert len(divided.train) == 2 and divided.fingerprint != whole.fingerprint
+    assert documents(whole.train) == documents(markdown.train) == documents(one_of_two.train)
+    assert "divided by blank lines (data.format: document keeps a file whole), each ends with" in divided.format
+    assert "documents of raw text, one per file, each ends with" in whole.format == markdown.format
+    with pytest.raises(UserError, match=r"document is for .txt and .md files, and .*chat.jsonl has rows"):
+        run(tmp_path, tokenizer, "--data.train_file", str(files["chat"]), "--data.format", "document")
 
 
 def test_evaluation_rows_may_be_a_mixture(tmp_path: Path, tokenizer: Any, files: dict[str, Path]) -> None:
@@ -210,17 +225,16 @@ def test_a_data_set_of_the_hub_in_a_mixture(
                 "entry 2: `split: 3`: expected a string.",
             ],
         ),
-        (("--data.train", "[{file: a, weight: 2, epochs: 2}]"), ["Keep one."]),
+        (("--data.train", "[{file: a, epochs: 2}]"), ["entry 1: `epochs`: unknown key. Nearest is weight."]),
         (("--data.train", "[{file: a, name: b}]"), ["entry 1: `file` and `name`: both name the rows."]),
         (("--data.train", "[{format: text}]"), ["entry 1: `file` and `name`: neither names the rows."]),
         (("--data.train", "[{file: a, split: test}]"), ["`split` applies to a dataset on the Hub."]),
         (("--data.train", "[{file: a, weight: 0}]"), ["entry 1: `weight: 0`: must be above 0."]),
-        (("--data.train", "[{file: a, epochs: 0.5}]"), ["entry 1: `epochs: 0.5`: expected an integer."]),
         (("--data.train", "[{file: a, format: chatml}]"), ["`format: chatml`: expected one of auto, messages"]),
         (("--data.train", "[]"), ["the list is empty."]),
         (("--data.train", "a.jsonl"), ["expected a list of mappings or null"]),
         (("--data.train", "[{file: a}]", "--data.train_file", "b"), ["both name the training data. Keep one."]),
-        (("--data.train", "[{file: a}]", "--data.weights", "[1]"), ["Set weight in its entry."]),
+        (("--data.train_file", "a", "--data.weights", "[1]"), ["unknown key of `data:`. Nearest is data.train ("]),
         (("--data.train_file", "b", "--data.eval", "[{}]"), ["--data.eval [{}]`: entry 1: `file` and `name`"]),
         (
             ("--data.train_file", "b", "--data.eval", "[{file: a}]", "--data.eval_fraction", "0.5"),

@@ -49,6 +49,12 @@ def prepared(tmp_path: Path, tokenizer: Any, files: Any, *extra: str) -> Data:
     return prepare(load([*named, *extra]), tokenizer)
 
 
+def weighted(tmp_path: Path, tokenizer: Any, files: dict[Path, float], *extra: str) -> Data:
+    entries = json.dumps([{"file": str(file), "weight": weight} for file, weight in files.items()])
+    base = ["--model.model_name_or_path", "m", "--data.train", entries, "--data.cache_dir", str(tmp_path / "c")]
+    return prepare(load([*base, *extra]), tokenizer)
+
+
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -231,17 +237,41 @@ def test_evaluation_rows_that_are_training_rows_are_counted(tmp_path: Path, toke
     assert twice["leaked"]["rows"] > 0  # a row and its copy may be in different splits
 
 
-def test_weights_repeat_or_sample_rows(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "weight", "copies"),
+    [(50, 2, {2: 50}), (203, 0.25, {1: 51}), (8, 0.2, {1: 2}), (5, 2.5, {3: 3, 2: 2}), (1, 0.5, {1: 1})],
+)
+def test_a_weight_takes_so_many_rows_whatever_the_seed(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, rows: int, weight: float, copies: dict[int, int]
+) -> None:
+    """round(rows x weight), which of them the seed decides; also if they come in chunks."""
+    monkeypatch.setattr(preparing, "CHUNK_ROWS", 70)
+    one = write(tmp_path / "one.jsonl", [chat("one", "x")])
+    two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(rows)])
+    found = []
+    for seed in ("1", "2"):
+        train = weighted(tmp_path, tokenizer, {one: 1, two: weight}, "--training.seed", seed).train
+        texts = Counter(tokenizer.decode(train[index][0]) for index in range(len(train)))
+        found.append({text: count for text, count in texts.items() if "two" in text})
+        assert Counter(found[-1].values()) == copies
+    assert (found[0] == found[1]) == (weight % 1 == 0 or rows == 1)
+
+
+def test_files_of_one_entry_are_weighted_together(tmp_path: Path, tokenizer: Any) -> None:
+    for index in range(10):
+        write(tmp_path / f"part-{index}.jsonl", [chat(f"part {index}", "x")])
+    assert len(weighted(tmp_path, tokenizer, {tmp_path / "part-*.jsonl": 0.3}).train) == 3
+
+
+def test_weights_that_take_no_row(tmp_path: Path, tokenizer: Any) -> None:
     one = write(tmp_path / "one.jsonl", [chat(f"one {index}", "x") for index in range(50)])
-    two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(200)])
-    data = prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[2, 0.25]")
-    texts = Counter(tokenizer.decode(data.train[index][0]) for index in range(len(data.train)))
-    ones = [count for text, count in texts.items() if "one" in text]
-    twos = [count for text, count in texts.items() if "two" in text]
-    assert ones == [2] * 50
-    assert set(twos) == {1} and 30 < len(twos) < 70
-    with pytest.raises(UserError, match="expected one weight above 0 for each of the 2 entries"):
-        prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[1]")
+    two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(8)])
+    with pytest.raises(UserError) as caught:
+        weighted(tmp_path, tokenizer, {one: 2, two: 0.06})
+    assert str(caught.value) == (
+        f"{two}: a weight of 0.06 takes none of its 8 rows. Set it to at least 0.063, or remove the source."
+    )
+    assert len(weighted(tmp_path, tokenizer, {one: 1, two: 0.063}).train) == 51
 
 
 def test_other_formats_and_sources(tmp_path: Path, tokenizer: Any) -> None:

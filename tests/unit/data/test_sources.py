@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -205,6 +206,9 @@ def test_raw_text_is_read_only_if_it_is_asked_for(tmp_path: Path) -> None:
     assert expand([str(tmp_path)]) == [tmp_path / "a.txt", tmp_path / "b.txt.gz"]
     assert read(tmp_path / "b.txt.gz") == [{"text": "one"}, {"text": "two"}]
     assert read(tmp_path / "README.md") == [{"text": "one\n\t\n\ntwo\nlines"}]
+    assert list(iter_rows([tmp_path / "a.txt"], whole=True)) == [
+        (read(tmp_path / "README.md")[0], f"{tmp_path}/a.txt:1")
+    ]
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
     for given in (tmp_path, tmp_path / "*", tmp_path.as_uri(), f"{tmp_path.as_uri()}/*"):
         assert [str(file).rpartition("/")[2] for file in expand([str(given)])] == ["rows.jsonl"]
@@ -225,6 +229,28 @@ def test_objects_of_arrow_are_distinguished_from_json(tmp_path: Path) -> None:
         assert type(call) is Struct and call == {"a": None, "own": {"x": None}}
         assert type(call["own"]) is dict and top == {"y": [1, "1", None]} and type(top) is dict
         assert found[1]["top"] == "text"
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_separators_of_a_csv(separator: str, mark: bytes, tmp_path: Path) -> None:
+    lines = [["prompt", "completion"], ["a, b; c", "d\te"], ['"', "two\nlines"]]
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=separator).writerows(lines)
+    (tmp_path / "x.csv").write_bytes(mark + file.getvalue().encode())
+    assert read(tmp_path / "x.csv") == [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    (tmp_path / "x.csv").write_bytes(mark + f"prompt{separator}completion\na{separator}b{separator}c\n".encode())
+    name = {",": "a comma", ";": "a semicolon", "\t": "a tab"}[separator]
+    assert f"has 3 fields, but the header has 2. Put quotes around text that contains {name}." in fails(
+        tmp_path / "x.csv"
+    )
+
+
+def test_a_csv_of_one_column_and_of_utf_16(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text\na; b\tc\n")
+    assert read(tmp_path / "x.csv") == [{"text": "a; b\tc"}]
+    (tmp_path / "x.csv").write_text("prompt\tcompletion\na\tb\n", encoding="utf-16")  # Excel's "Unicode text"
+    assert "Convert it, for example with `iconv -f UTF-16 -t UTF-8`." in fails(tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.jsonl.gz"])

@@ -128,6 +128,12 @@ def test_the_length_fits_the_rows(
 
 def test_the_length_of_raw_text_is_counted_in_pieces(tiny_model: Path, here: Path) -> None:
     (here / "book.txt").write_text("word " * 64_000)  # 320,000 characters are 40 pieces of 4 x 2,048
+    (here / "poems.txt").write_text("word " * 80 + "\n\n" + "word " * 40)  # 400 and 200 characters
+    found = detect.rows("poems.txt")
+    assert found.count == 2 and found.described == (
+        "2 documents of raw text, divided by blank lines (data.format: document keeps a file whole), "
+        "about 75 tokens each"
+    )
     assert command.main(["--model", str(tiny_model), "--data", "book.txt"]) == 0
     config = load(["--config", "my.yaml"])
     assert (config.training.global_batch_size, config.training.num_train_epochs) == (4, 5)
