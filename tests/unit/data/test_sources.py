@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
+import datasets.exceptions
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -125,7 +125,7 @@ def test_a_missing_file_lists_similar_names(tmp_path: Path) -> None:
 
 def test_splits_of_a_saved_dataset_dict(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "dict")
     folder = tmp_path / "dict"
     assert f"data.train_file: {folder / 'train'} and data.eval_file: {folder / 'test'}" in fails(folder)
     assert read(tmp_path / "dict" / "train") == ROWS
