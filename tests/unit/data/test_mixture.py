@@ -197,6 +197,18 @@ def test_dropped_rows_are_counted_by_source(tmp_path: Path, tokenizer: Any, file
     assert max(map(len, capture.get().splitlines())) <= 80 and "bad.js" in capture.get()
 
 
+def test_the_weight_for_a_share_of_the_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    """As docs/data.md computes it: 20 % beside 40 rows are 10 of 80 rows of the same length."""
+    one, two = (write(tmp_path / f"{word}.jsonl", chat("one", n)) for word, n in (("a", 40), ("b", 80)))
+    entries = f"[{{file: {one}}}, {{file: {two}, weight: {20 / 80 * 40 / 80}}}]"
+    ledger = run(tmp_path, tokenizer, "--data.train", entries).ledgers["train"]
+    assert [row["rows_kept"] for row in ledger["sources"]] == [40, 10]
+    console = Console(width=100, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(sources_table({"train": ledger}))
+    assert [line.split("│")[8].strip() for line in capture.get().splitlines() if ".jsonl" in line] == ["80%", "20%"]
+
+
 def test_a_data_set_of_the_hub_in_a_mixture(
     tmp_path: Path, tokenizer: Any, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
