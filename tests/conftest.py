@@ -19,6 +19,10 @@ from tests.helpers import tiny, warm
 
 # Runs on a CPU compute in float32, so that results can be compared tightly on every machine.
 os.environ["UNSLOTH_CPU_BF16"] = "0"
+# Workers share the cores, and threads that wait for each other there cost four times the work. Read when torch is
+# imported, and by each run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 _free = True  # to start processes
