@@ -31,4 +31,4 @@ def test_a_model_in_the_hubs_cache_has_its_name_on_the_hub(run_folder: Path) -> 
     cached = "/home/me/.cache/huggingface/hub/models--our-lab--small-1.5/snapshots/0a1b2c"
     assert card.shortened(cached) == "our-lab/small-1.5"
     text = card.text(replace(source.find(run_folder), name=cached), "adapter", None)
-    assert "base_model: our-lab/small-1.5\n" in text and "merge with `finetune export RUN --to merged`" in text
+    assert "base_model: our-lab/small-1.5\n" in text and "merged in float32, nothing" in text
