@@ -23,8 +23,7 @@ from finetune.text import counted
 _LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cache_dir", "data.num_proc", "logging.")
 _TEXT = ("data.system_prompt",)  # the user's own words, which may be private
 _VERSIONS = ("finetune", "torch", "transformers", "peft", "trl", "accelerate", "unsloth", "bitsandbytes")
-# Measured: docs/learning.md#no-adapters-part-is-rounded-away
-_UNMERGED = (
+_UNMERGED = (  # measured: docs/learning.md#no-adapters-part-is-rounded-away
     "Served unmerged in bfloat16, an adapter loses about 0.1 % of held-out loss, more after a short training at a small"
     " rate; merged in float32, nothing: `finetune export RUN --to merged --dtype float32`."
 )
