@@ -9,7 +9,7 @@ from finetune.data.ledger import is_templated
 from finetune.engine import record
 from finetune.engine.checkpoint import base_weights, checkpoints
 from finetune.engine.checkpoint.run_artifacts import TrainedModel, find_trained_model
-from finetune.engine.preflight import model_files
+from finetune.engine.preflight import adapter_files, model_files
 from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.types import JsonObject
@@ -86,6 +86,13 @@ def find(path: Path, base: str | None = None) -> Source:
         if not isinstance(adapter.get("lora_alpha"), int | float):
             raise UserError(f"{path / model_files.ADAPTER} is incomplete: it has no lora_alpha. Export a checkpoint.")
         found, name, notes = _base(trained, settings if isinstance(settings, dict) else {}, base)
+        shape = files.read_json(found / "config.json")
+        kind = str((shape.get("text_config") or shape).get("model_type"))
+        if adapter_files.is_in_older_order(adapter, kind):
+            notes.append(
+                "The adapter does not record the order of its stacked experts. The export takes PEFT's, in which runs "
+                "train. If it is one of Unsloth before 2026.9.6, continue it with lora.continue_adapter first."
+            )
     return Source(
         given=path,
         folder=path,

@@ -130,6 +130,11 @@ def start(
     start_up = startup.current()
     start_up.ended("python")
     _check_strategy()
+    if backend != "transformers" and os.environ.get("UNSLOTH_MOE_LORA_B_LAYOUT", "rank_major") != "rank_major":
+        raise UserError(
+            f"UNSLOTH_MOE_LORA_B_LAYOUT is {os.environ['UNSLOTH_MOE_LORA_B_LAYOUT']}: runs train stacked experts in "
+            "PEFT's order. Unset it; an adapter in Unsloth's older order is converted when it is loaded."
+        )
     scan_packages_once()
     set_environment()
     leave_out_noise()
@@ -223,13 +228,15 @@ def quiet_libraries(level: str | None) -> None:
 
 
 def leave_out_noise() -> None:
-    """Leave out the messages of `NOISE`, a warning of torch that accelerate causes, and an untrue one of PEFT."""
+    """Leave out the messages of `NOISE`, a warning of torch that accelerate causes, and untrue ones of PEFT."""
     for name, message in NOISE.items():
         logging.getLogger(name).addFilter(_without(message))
     # accelerate gives DDP its former argument; the new one does not do what is meant (engine/training/trainer.py).
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     # PEFT writes this pattern itself for experts of transformers 4, applies it, and looks for it in the modules only.
     warnings.filterwarnings("ignore", r"The following .*_pattern keys did not match .*gate_up_proj", RuntimeWarning)
+    # Unsloth's record of the order of stacked experts, which PEFT takes for that of a newer PEFT.
+    warnings.filterwarnings("ignore", r"Unexpected keyword arguments \['lora_B_layout'", UserWarning)
 
 
 @functools.cache  # a logger takes the same filter once

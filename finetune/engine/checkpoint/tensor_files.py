@@ -67,9 +67,9 @@ def write(
             path = folder / names[first + me.rank]
             save(kept, path)
             files.sync_file(path)
+        distributed.barrier()  # of the host, where a rank with a slow disk is waited for; the next gather has a timeout
     if me.is_main:
         write_index(folder, stem, planned, sizes)
-    distributed.barrier()
 
 
 def write_index(folder: Path, stem: str, planned: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> None:

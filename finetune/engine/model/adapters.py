@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
 from finetune.engine.model import adapter_targets, expert_targets, loaded_weights
 from finetune.engine.model.load_errors import explain_adapter_error
+from finetune.engine.preflight import adapter_files, model_files
+from finetune.runtime import files
+from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
@@ -32,15 +37,39 @@ def add_adapter(model: Any, config: Config) -> Any:
 
 
 def load_adapter(model: Any, folder: str, **arguments: Any) -> Any:
-    """The model with a saved adapter of PEFT.
+    """The model with a saved adapter of PEFT, its stacked experts in PEFT's order.
 
     Raises:
         UserError: PEFT does not load all of it.
     """
     from peft import PeftModel
 
+    kind = model.config.get_text_config().model_type
     with loaded_weights.require_all():
-        return PeftModel.from_pretrained(model, folder, **arguments)
+        model = PeftModel.from_pretrained(model, folder, **arguments)
+    local = Path(folder) / model_files.ADAPTER
+    file = local if local.is_file() else model_files.cached_file(folder, model_files.ADAPTER, None)
+    if file is None or not adapter_files.is_in_older_order(files.read_json(file), kind):
+        return model
+    if "unsloth" not in sys.modules:  # which has done it
+        _reorder_experts(model)
+    model.peft_config["default"].auto_mapping = dict(adapter_files.PEFTS_ORDER)  # the next save has it
+    print_line(
+        f"note: {folder} is an adapter of Unsloth before 2026.9.6, which ordered the columns of lora_B of stacked "
+        "experts in another way. They are converted to PEFT's order. If it was trained with UNSLOTH_MOE_LORA_MERGED=1, "
+        f'it has that order already: add "lora_B_layout": "rank_major" to its {model_files.ADAPTER} and start again.',
+        style="yellow",
+    )
+    return model
+
+
+def _reorder_experts(model: Any) -> None:
+    """From columns expert by expert to those in which experts are the fastest dimension."""
+    for module in model.modules():
+        experts = getattr(module, "num_experts", 1) if hasattr(module, "parameter_name") else 1
+        if experts > 1:
+            weight = module.lora_B["default"].weight
+            weight.data = weight.data.view(len(weight), experts, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def adapter_arguments(model: Any, config: Config) -> JsonObject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ _COMPARED = 100  # missing weights that are looked for under another name
 
 @contextlib.contextmanager
 def require_all() -> Iterator[None]:
-    """Context in which models and adapters are loaded, by transformers and PEFT or by Unsloth, which calls both.
+    """Context in which models and adapters are loaded, by transformers and PEFT or by Unsloth, which calls both. It
+    leaves out transformers' table of missing and unexpected weights.
 
     Raises:
         UserError: the files lack weights of the model, or an adapter has other tensors than the model's adapter.
@@ -41,10 +43,20 @@ def require_all() -> Iterator[None]:
         return report
 
     PreTrainedModel.from_pretrained, PeftModel.load_adapter = classmethod(from_pretrained), load_adapter  # type: ignore[method-assign, assignment]
+    tables = logging.getLogger("transformers.modeling_utils")
+    tables.addFilter(_is_no_table)
     try:
         yield
     finally:
+        tables.removeFilter(_is_no_table)
         PreTrainedModel.from_pretrained, PeftModel.load_adapter = by_transformers, by_peft  # type: ignore[method-assign]
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    """Whether a message is not a table of weights that `_check_model` reports. That of wrong shapes explains an error
+    of transformers."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or any(kind in text for kind in ("MISMATCH", "CONVERSION"))
 
 
 def _check_model(model: Any, report: JsonObject) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from finetune.config import Config
 from finetune.engine.preflight.hub import hub_is_off
@@ -86,3 +88,31 @@ def check_adapter(config: Config, adapter: dict | None) -> None:
             f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration has {wanted}. "
             "Set lora.r and lora.lora_alpha to the adapter's values."
         )
+
+
+# Mixtures whose stacked experts Unsloth computed itself from 2026-02-05 to 2026-09-17 (unsloth-zoo#1269). It took the
+# columns of lora_B expert by expert; in those of PEFT, vLLM and later releases, experts are the fastest dimension.
+_IN_OLDER_ORDER = frozenset(
+    "deepseek_v3 ernie4_5_moe ernie4_5_vl_moe gemma4 glm4_moe glm4_moe_lite gpt_oss lfm2_moe mixtral qwen3_5_moe"
+    " qwen3_moe qwen3_next qwen3_vl_moe".split()
+)
+PEFTS_ORDER = {"lora_B_layout": "rank_major"}  # as Unsloth records it, in `auto_mapping` or beside it
+
+
+def is_in_older_order(adapter: Mapping[str, Any], kind: str) -> bool:
+    """Whether lora_B of stacked experts has its columns in the order of Unsloth before 2026.9.6. Later releases record
+    the order, so an adapter of Unsloth that has no record is older.
+
+    Args:
+        adapter: adapter_config.json.
+        kind: `model_type` of the base's text model.
+    """
+    mapping = adapter.get("auto_mapping")
+    mapping = mapping if isinstance(mapping, dict) else {}
+    for source in (adapter, mapping):
+        detail = source.get("unsloth_fused_expert_lora")
+        for record in (source, detail if isinstance(detail, dict) else {}):
+            if "lora_B_layout" in record:
+                return record["lora_B_layout"] != PEFTS_ORDER["lora_B_layout"]
+    by_unsloth = bool(adapter.get("target_parameters") and mapping.get("unsloth_fixed"))
+    return by_unsloth and kind.removesuffix("_text") in _IN_OLDER_ORDER

@@ -14,7 +14,8 @@ _APPLIED = frozenset(
 _NEUTRAL = frozenset(
     "auto_mapping base_model_name_or_path revision task_type inference_mode peft_version"
     " lora_dropout target_modules exclude_modules layers_to_transform layers_pattern megatron_config megatron_core"
-    " eva_config runtime_config qalora_group_size unsloth_version unsloth_fixed".split()
+    " eva_config runtime_config qalora_group_size unsloth_version unsloth_fixed"
+    " lora_B_layout unsloth_fused_expert_lora".split()  # adapter_files.is_in_older_order
 )
 
 

@@ -530,8 +530,9 @@ class SFTTrainer(trl.SFTTrainer):
         finally:
             self._in_checkpoint = False
 
+    @activity.during("reading the checkpoint")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """As in transformers; of a sharded model each rank reads its part."""
+        """As in transformers; of a sharded model each rank reads its part. A rank with a slow disk is waited for."""
         if self.sharded:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
         elif converted_weights.needed(self.model, Path(resume_from_checkpoint)):
@@ -539,6 +540,7 @@ class SFTTrainer(trl.SFTTrainer):
         else:
             with loaded_weights.require_all():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+        distributed.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in transformers; of a sharded model whole tensors, written by all ranks."""
@@ -610,6 +612,7 @@ class SFTTrainer(trl.SFTTrainer):
             unwrapped.config.save_pretrained(folder)
         self._save_tokenizer_and_generation_config(Path(folder))
 
+    @activity.during("reading the checkpoint")
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both on the host; the optimizer moves its state to the devices of its parameters.
 
@@ -624,6 +627,7 @@ class SFTTrainer(trl.SFTTrainer):
                 rebuild=self._rebuilds,
                 step=self.resumed_step,
             )
+            distributed.barrier()
 
     def _load_best_model(self) -> None:
         """Load the weights of the best evaluation, verified, on every rank."""

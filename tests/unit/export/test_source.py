@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from finetune.engine.checkpoint import base_weights
 from finetune.errors import UserError
 from finetune.export import source
 from finetune.export.merged import Merge
@@ -39,3 +40,16 @@ def test_a_base_that_has_changed_or_is_missing(base: Path, tmp_path: Path) -> No
     edit(own / "config.json", quantization_config={"quant_method": "gptq"})
     with pytest.raises(UserError, match=r"quantized \(gptq\), which cannot be merged"):
         Merge(source.find(run, str(own)).base, None)
+
+
+def test_stacked_experts_whose_order_is_not_recorded(base: Path, tmp_path: Path) -> None:
+    """As after a run that continued an adapter of Unsloth before 2026.9.6 with the transformers backend."""
+    own = Path(shutil.copytree(base, tmp_path / "own"))
+    make_run(tmp_path / "run", own)
+    edit(own / "config.json", model_type="qwen3_moe")
+    edit(tmp_path / "run" / "run.json", settings=base_weights.base_model_files(own))
+    edit(tmp_path / "run" / "adapter_config.json", target_parameters=["x"], auto_mapping={"unsloth_fixed": True})
+    (note,) = source.find(tmp_path / "run").notes
+    assert "does not record the order of its stacked experts" in note and "lora.continue_adapter" in note
+    edit(tmp_path / "run" / "adapter_config.json", lora_B_layout="rank_major")
+    assert source.find(tmp_path / "run").notes == []

@@ -101,6 +101,13 @@ def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPa
         bootstrap.start("transformers")
 
 
+def test_unsloths_older_order_of_stacked_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own forward pass would take it, and this package's kernels not."""
+    monkeypatch.setenv("UNSLOTH_MOE_LORA_B_LAYOUT", "grouped_by_expert")
+    with pytest.raises(UserError, match="UNSLOTH_MOE_LORA_B_LAYOUT is grouped_by_expert: .* Unset it"):
+        bootstrap.start("auto")
+
+
 def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> None:
     """Two lines per rank about other devices."""
     log = logging.getLogger("torchao")

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from finetune.engine.checkpoint import tensor_files
-from finetune.engine.sharding import (
-    checkpoint_weights,
-)
+from finetune.engine.sharding import checkpoint_weights
+from finetune.runtime.ranks import distributed
 
 
 def test_tensors_come_back_from_one_file_or_several(tmp_path: Path) -> None:
@@ -28,6 +27,17 @@ def test_tensors_come_back_from_one_file_or_several(tmp_path: Path) -> None:
         assert set(read.keys()) == set(tensors)
         assert all(torch.equal(read.read_full(key), value) for key, value in tensors.items())
         assert torch.equal(read.read_rows("t4", 1, 3), tensors["t4"][1:3]) and read.shape("t4") == (5, 3)
+
+
+def test_a_rank_with_a_slow_disk_is_waited_for_before_the_next_gather(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the host, whose collectives have no timeout of training's: after each file."""
+    done: list[str] = []
+    monkeypatch.setattr(tensor_files, "save", lambda _, path: (path.touch(), done.append("save")))
+    monkeypatch.setattr(distributed, "barrier", lambda: done.append("wait"))
+    tensor_files.write(tmp_path, "model", {name: torch.ones(4) for name in "abc"}, file_bytes=16)
+    assert done == ["save", "wait"] * 3
 
 
 def test_transformers_reads_the_files(tiny_model: Path, tmp_path: Path) -> None:

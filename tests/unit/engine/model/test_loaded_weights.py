@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -33,13 +36,21 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
     ],
     ids=["one", "prefix", "infix", "head"],
 )
-def test_random_weights_are_refused(change: Callable[..., dict[str, Any]], why: str, tmp_path: Path) -> None:
+def test_random_weights_are_refused(
+    change: Callable[..., dict[str, Any]],
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     shape = transformers.LlamaConfig(**tiny.SMALL, tie_word_embeddings=False)
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path)
     assert loading.load_base(str(tmp_path))
     rewrite(tmp_path / "model.safetensors", change)
-    with pytest.raises(UserError, match=why):
+    with caplog.at_level("WARNING"), pytest.raises(UserError, match=why):
         loading.load_base(str(tmp_path))
+    assert "LOAD REPORT" not in caplog.text  # transformers' table of the same
 
 
 def test_a_tied_head_may_be_missing(tmp_path: Path) -> None:
@@ -65,3 +76,39 @@ def test_the_tensors_of_an_adapter_that_peft_drops(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="nothing of it takes .*more"):
         adapters.load_adapter(base(), str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")  # as in every command
+@pytest.mark.parametrize("record", ["unsloth", "grouped", "detail"])
+def test_stacked_experts_in_unsloths_older_order(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They compute what they were trained to, and are saved in PEFT's order, which is not converted again."""
+    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--lora.r", "3"])
+    trained = adapters.add_adapter(tiny.make_moe("Qwen3Moe"), config).eval()
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        for one in trained.parameters():
+            one.add_(0.1 * torch.randn_like(one)) if one.requires_grad else None
+        wanted = trained(ids).logits
+    trained.save_pretrained(tmp_path / "older")
+    file = tmp_path / "older" / "adapter_config.json"
+    content = json.loads(file.read_text())
+    assert content["target_parameters"]
+    recorded = {"unsloth_fused_expert_lora": {"lora_B_layout": "grouped_by_expert"}} if record == "detail" else {}
+    content["auto_mapping"] = {"unsloth_fixed": True} | recorded
+    content |= {"lora_B_layout": "grouped_by_expert"} if record == "grouped" else {}
+    file.write_text(json.dumps(content))
+    rank, experts = 3, tiny.EXPERTS
+    order = [r * experts + e for e in range(experts) for r in range(rank)]  # in PEFT's columns, those of expert 0 first
+    rewrite(
+        tmp_path / "older" / "adapter_model.safetensors",
+        lambda tensors: (
+            tensors | {k: v[:, order].contiguous() for k, v in tensors.items() if "experts" in k and "lora_B" in k}
+        ),
+    )
+    for name, converts in (("older", True), ("again", False)):
+        found = adapters.load_adapter(tiny.make_moe("Qwen3Moe"), str(tmp_path / name)).eval()
+        torch.testing.assert_close(found(ids).logits, wanted)
+        assert ("Unsloth before 2026.9.6" in capsys.readouterr().out) == converts
+        found.save_pretrained(tmp_path / "again")

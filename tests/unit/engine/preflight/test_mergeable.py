@@ -17,6 +17,8 @@ def test_settings_with_and_without_a_merged_export() -> None:
     assert mergeable.warning(plain.to_dict(), {}) is None
     experts = LoraConfig(target_parameters=["experts.down_proj"], rank_pattern={"down_proj": 4})
     assert mergeable.warning(experts.to_dict(), {"quantization_config": None}) is None
+    recorded = {"lora_B_layout": "rank_major", "unsloth_fused_expert_lora": {"lora_A_layout": "grouped_by_expert"}}
+    assert mergeable.warning(experts.to_dict() | recorded, {}) is None  # what Unsloth adds
     shifted = mergeable.warning(LoraConfig(init_lora_weights="pissa").to_dict(), {})
     assert shifted is not None and "init_lora_weights: pissa" in shifted and "--to adapter` works" in shifted
     stored = mergeable.warning(plain.to_dict(), {"quantization_config": {"quant_method": "mxfp4"}})
