@@ -152,6 +152,11 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
             ("model.load_in_8bit", other),
             "load_in_4bit, load_in_8bit and full_finetuning exclude each other. Keep one.",
         )
+    if model.load_in_8bit and config.lora.adapter_kwargs.get("use_dora"):
+        yield (
+            ("model.load_in_8bit", "lora.adapter_kwargs"),
+            "PEFT's DoRA loses the scales of 8-bit weights after one pass. Set load_in_4bit instead, or no use_dora.",
+        )
     if model.loader_kwargs.get("load_in_16bit") and (model.load_in_4bit or model.load_in_8bit):
         other = "model.load_in_4bit" if model.load_in_4bit else "model.load_in_8bit"
         key = other.partition(".")[2]

@@ -93,9 +93,8 @@ def test_world_sizes_are_equal(
     assert found["proven"] and pairs == [(int(worlds.split(",")[1]), way) for way in ways]
     for one in found["found"]:
         assert len(one["tensors"]) > 4
-        if "--model.load_in_4bit" not in extra:  # whose adapter TRL keeps in bfloat16
-            assert abs(one["ratio"] - 1) < 1e-4 and one["cosine"] > 0.99999 and one["loss"] < 1e-5
-            assert one["norm"] < 1e-4 and all(abs(r - 1) < 1e-3 and c > 0.9999 for _, r, c in one["tensors"])
+        assert abs(one["ratio"] - 1) < 1e-4 and one["cosine"] > 0.99999 and one["loss"] < 1e-5
+        assert one["norm"] < 1e-4 and all(abs(r - 1) < 1e-3 and c > 0.9999 for _, r, c in one["tensors"])
 
 
 def faulty(

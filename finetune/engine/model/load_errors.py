@@ -68,6 +68,10 @@ _WRONG_FILES = {
         "its weights are quantized already",
         "Set model.load_in_4bit and model.load_in_8bit to false, or use a model with 16-bit weights",
     ),
+    "during automatic conversion of the weights": (
+        "a weight in its files is incomplete, such as a quantized one without its scales",
+        "Copy or download it again",
+    ),
     "Validation error for field": ("its config.json is not valid", "Copy or download it again"),
     "ignore_mismatched_sizes": (
         "its weights do not have the shapes in its config.json",

@@ -81,7 +81,7 @@ def _check_model(model: Any, report: JsonObject) -> None:
         )
     elif unknown:
         remedy += f" The files also have {len(unknown):,} that {type(model).__name__} does not: {listed(unknown, 3)}."
-    total = len(model.state_dict())
+    total = len({*missing, *dict(model.named_parameters())})
     raise UserError(
         f"The files of the model {model.name_or_path} lack {len(missing):,} of the model's {total:,} "
         f"weights, which would be random numbers: {listed(missing, 3)}. {remedy}"

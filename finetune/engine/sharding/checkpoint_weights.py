@@ -117,7 +117,7 @@ def _save_through_transformers(model: Model, folder: Path, dtype: torch.dtype | 
 
 
 def load_model(model: Model, checkpoint: Path) -> None:
-    """Read the weights of a checkpoint, or its adapter, into a sharded model: each rank its part.
+    """Read the weights of a checkpoint, or its adapter: each rank its part of a sharded model.
 
     Raises:
         RunError: a tensor is missing or has another shape.
@@ -136,8 +136,8 @@ def load_model(model: Model, checkpoint: Path) -> None:
     for name, target in wanted.items():
         if name not in stored or stored.shape(name) != tuple(target.shape):
             raise RunError(
-                f"{checkpoint} does not fit the sharded model: {name} is missing or has another shape. Resume with "
-                "training.strategy: ddp, or start a new run."
+                f"{checkpoint} does not fit the model: {name} is missing or has another shape. Resume from another "
+                "checkpoint, or start a new run."
             )
         tensor_files.copy_into(target, stored.read_like(name, target))
 

@@ -45,9 +45,6 @@ def store_as_float32(model: Model, device: torch.device) -> int:
         module.quant_storage = torch.float32  # type: ignore[assignment]
         module.weight = nn.Parameter(content.view(torch.float32).view(-1, 1), requires_grad=False)
         found += 1
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # as TRL's trainer does with adapters of quantized models, but it comes too late
-            parameter.data = parameter.data.to(torch.bfloat16)
     return found
 
 

@@ -30,7 +30,6 @@ from finetune.engine import invariants
 from finetune.engine.checkpoint import (
     best,
     checkpoints,
-    converted_weights,
     output_folder,
     tensor_files,
     tokenizer_files,
@@ -144,6 +143,7 @@ class SFTTrainer(trl.SFTTrainer):
         own_attention = model.config.get_text_config()._attn_implementation
         self._packed_kernel = own_attention in (attention.PACKED, context_attention.NAME)
         router_loss.check(model, args.router_aux_loss_coef)
+        given = {id(one): one.data for one in model.parameters() if one.requires_grad}
         super().__init__(
             model=model,
             args=args,
@@ -154,6 +154,10 @@ class SFTTrainer(trl.SFTTrainer):
             callbacks=callbacks,
             **further,
         )
+        quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        for one in self.model.parameters() if quantized else ():
+            if one.requires_grad and one.dtype == torch.bfloat16:  # TRL's choice, which rounds every update to 8 bits
+                one.data = given.get(id(one), one.data.float())
         if self.aux_loss_enabled:  # by TRL's rules
             if context.size > 1:
                 raise UserError(
@@ -532,11 +536,10 @@ class SFTTrainer(trl.SFTTrainer):
 
     @activity.during("reading the checkpoint")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """As in transformers; of a sharded model each rank reads its part. A rank with a slow disk is waited for."""
-        if self.sharded:
+        """An adapter as in transformers; of a sharded model each rank reads its part. A rank with a slow disk is waited
+        for."""
+        if self.sharded or getattr(self.model, "peft_config", None) is None:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
-        elif converted_weights.needed(self.model, Path(resume_from_checkpoint)):
-            self.model.load_state_dict(converted_weights.read(self.model, Path(resume_from_checkpoint)))
         else:
             with loaded_weights.require_all():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -63,6 +63,7 @@ REENTRANT = "{use_reentrant: true}"
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
         ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "exclude each other"),
         ([*MODEL, "--model.load_in_8bit", "--model.full_finetuning"], "exclude each other"),
+        ([*MODEL, "--model.load_in_8bit", "--lora.adapter_kwargs", "{use_dora: true}"], "Set load_in_4bit instead"),
         ([*MODEL, "--model.load_in_4bit", "--model.loader_kwargs", "{load_in_16bit: true}"], "load_in_16bit"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader", "FastModel"], "Unsloth's classes"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader_kwargs", "{a: 1}"], "Unsloth's classes"),

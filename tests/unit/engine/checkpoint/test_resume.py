@@ -196,6 +196,20 @@ def test_a_longer_run_under_a_constant_rate_goes_on_as_one_that_was_never_stoppe
     assert (tmp_path / "once" / FINAL).read_bytes() == (tmp_path / "twice" / FINAL).read_bytes()
 
 
+def test_qlora_goes_on_as_one_that_was_never_stopped(runs: Runs, tmp_path: Path) -> None:
+    """Its adapter is float32 before and after, and DoRA's magnitudes move."""
+    steps = ("--training.max_steps", "2", "--training.save_steps", "1", "--lora.target_modules", "[q_proj, down_proj]")
+    quantized = (*steps, "--model.load_in_4bit", "true", "--lora.adapter_kwargs", "{use_dora: true}")
+    first = runs(tmp_path / "once", *quantized)
+    shutil.copytree(tmp_path / "once" / "checkpoint-1", tmp_path / "twice" / "checkpoint-1")
+    again = runs(tmp_path / "twice", *quantized, *RESUME)
+    assert again["losses"] == first["losses"][1:]
+    assert (tmp_path / "once" / FINAL).read_bytes() == (tmp_path / "twice" / FINAL).read_bytes()
+    before, after = load_file(tmp_path / "once" / "checkpoint-1" / FINAL), load_file(tmp_path / "once" / FINAL)
+    assert {one.dtype for one in after.values()} == {torch.float32}
+    assert all((after[name] != one).any() for name, one in before.items() if "magnitude" in name)
+
+
 def test_a_longer_run_under_a_decaying_rate_needs_permission(
     runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -481,11 +495,31 @@ def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path
 
     shutil.rmtree(out / "checkpoint-6")
     torch.save(Payload(), out / "checkpoint-4" / name)
-    manifest = checkpoints.manifest(out / "checkpoint-4")
-    (out / "checkpoint-4" / checkpoints.MANIFEST).unlink()
-    checkpoints.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key != "files"})
+    reseal(out / "checkpoint-4")
     runs(out, *SIX, *RESUME, code=1)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_weight_that_a_full_checkpoint_lacks_does_not_stay_the_base_models(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one whose manifest is made to match."""
+    full = ("--model.full_finetuning", "true", "--training.max_steps", "2", "--training.save_steps", "1")
+    runs(tmp_path, *full)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    checkpoint = tmp_path / "checkpoint-1"
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    reseal(checkpoint)
+    runs(tmp_path, *full, *RESUME, code=1)
+    assert "does not fit the model: model.layers.1.mlp.up_proj.weight is missing" in words(capsys)
+
+
+def reseal(checkpoint: Path) -> None:
+    manifest = checkpoints.manifest(checkpoint)
+    (checkpoint / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key != "files"})
 
 
 WRONG_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "trainer_state.json")
@@ -503,9 +537,7 @@ def test_state_files_that_hold_something_else(
         (checkpoint / name).write_text(json.dumps(content or [1]))
     else:
         torch.save(content, checkpoint / name)
-    manifest = checkpoints.manifest(checkpoint)
-    (checkpoint / checkpoints.MANIFEST).unlink()
-    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key != "files"})
+    reseal(checkpoint)
     runs(out, *SIX, *RESUME, code=1)
     assert "cannot be used" in words(capsys)
 
