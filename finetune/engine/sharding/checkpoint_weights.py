@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from finetune.engine.checkpoint import converted_weights, tensor_files
+from finetune.engine.checkpoint import tensor_files
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.engine.sharding import shard, unit_loading
 from finetune.errors import RunError
+from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import Model
 
@@ -129,26 +131,39 @@ def load_model(model: Model, checkpoint: Path) -> None:
         stored = tensor_files.TensorFiles(checkpoint, "adapter_model")
         wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     else:
-        if converted_weights.needed(model, checkpoint):
+        stored, wanted = tensor_files.TensorFiles(checkpoint, "model"), weights(model)
+        if not model.state_dict().keys() >= set(stored.keys()):
             _load_converted(model, checkpoint)
             return
-        stored, wanted = tensor_files.TensorFiles(checkpoint, "model"), weights(model)
     for name, target in wanted.items():
         if name not in stored or stored.shape(name) != tuple(target.shape):
-            raise RunError(
-                f"{checkpoint} does not fit the model: {name} is missing or has another shape. Resume from another "
-                "checkpoint, or start a new run."
-            )
+            raise _unfit(checkpoint, name)
         tensor_files.copy_into(target, stored.read_like(name, target))
 
 
 def _load_converted(model: Model, checkpoint: Path) -> None:
-    """Each rank of a machine in turn loads the whole model on its host, and keeps its part."""
+    """From files with other tensors than the model, as those of a mixture of experts: a file has each expert, the model
+    a stack. transformers converts them when it loads a model: each rank of a machine in turn loads it whole on its
+    host, and keeps its part."""
+    kind: Any = next(one for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))  # FSDP2's subclass
+    wide = any(one.dtype == torch.float32 for one in model.parameters())
     me = distributed.ranks()
     turns = max(distributed.gather_objects(me.local_world_size))
     with unit_loading.one_rank_at_a_time(me.local_rank, turns):
-        found = converted_weights.read(model, checkpoint)
+        with torch.random.fork_rng(devices=[]), errors_only():  # a model is initialized, then loaded
+            dtype = torch.float32 if wide else model.dtype
+            loaded, report = kind.from_pretrained(checkpoint, dtype=dtype, device_map="cpu", output_loading_info=True)
+        found = loaded.state_dict()
         for name, target in weights(model).items():
+            if name in report["missing_keys"] or name not in found or found[name].shape != target.shape:
+                raise _unfit(checkpoint, name)
             span = tensor_files.local_rows(target)
             tensor_files.copy_into(target, found[name] if span is None else found[name][span[0] : span[1]])
-        del found
+        del loaded, found
+
+
+def _unfit(checkpoint: Path, name: str) -> RunError:
+    return RunError(
+        f"{checkpoint} does not fit the model: {name} is missing or has another shape. Resume from another checkpoint, "
+        "or start a new run."
+    )
