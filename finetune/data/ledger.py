@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -37,7 +37,7 @@ class Ledger:
     rows_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     examples: dict[str, str] = field(default_factory=dict)  # by reason: place and details of the first row
-    notes: Counter[str] = field(default_factory=Counter)  # rows that each note is about
+    notes: Counter[str] = field(default_factory=Counter)  # kept rows that each note is about
     truncated: int = 0
     split: int = 0
     duplicates: int = 0
@@ -84,10 +84,6 @@ class Ledger:
     def formats(self) -> list[str]:
         """The formats that were read, each with its evidence."""
         return list(dict.fromkeys(format for counts in self.sources.values() for format in counts.formats))
-
-    def note(self, notes: Iterable[str]) -> None:
-        """Count notes about a row that is kept, such as what the chat template leaves out of it."""
-        self.notes.update(notes)
 
     def to_dict(self) -> JsonObject:
         """As stored in the cache, run.json and the --json output."""

@@ -205,8 +205,10 @@ def _build(folder: Path, config: Config, readers: Readers, splits: Mapping[str, 
         if name != "train" and "train" in names:
             ledgers[name].leaked = overlap.to_dict(name)
         writers[name].close()
-        if not ledgers[name].rows_kept:
-            raise UserError(_nothing_left(name, ledgers, splits.get(name, ()), config.data.eval_fraction))
+        own = ledgers[name].sources if name in splits else {}  # held-out rows of a source may be few
+        empty = [source for source, counts in own.items() if counts.rows_read and not counts.rows_kept]
+        if empty or not ledgers[name].rows_kept:
+            raise UserError(_nothing_left(name, ledgers, empty, config.data.eval_fraction))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
         "format": "; ".join(ledgers["train" if "train" in names else names[0]].formats()),
@@ -309,7 +311,7 @@ def _encode_all(
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
                 if notes := (*piece.notes, *([reading.note] if reading.note else [])):
-                    ledger.note(notes)
+                    ledger.notes.update(notes)
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
             shortened = sum(piece.shortened for piece in result)
@@ -399,22 +401,23 @@ _REMEDIES = {
 }
 
 
-def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[Source], eval_fraction: float) -> str:
+def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[str], eval_fraction: float) -> str:
+    """Why a split has no row, or of these sources none, although they have some."""
     ledger = ledgers[split]
-    names = ", ".join(dict.fromkeys(source.name for source in sources)) or "data.eval_fraction"
     if not (ledger.rows_read or eval_fraction):
-        return f"{names}: there are no rows ({split}). Add some."
+        return f"There are no rows ({split}). Add some."
     if not ledger.rows_read:
         total = counted(sum(one.rows_read for one in ledgers.values()), "row")
         found, change = ("none", "Raise") if split == "eval" else ("all of them", "Lower")
         drawn = f"data.eval_fraction: {eval_fraction:g} of {total} is {found}: each row is drawn by itself"
         return f"{drawn}. {change} it, or give data.eval_file."
+    names, read = ", ".join(sources) or "data.eval_fraction", sum(ledger.sources[name].rows_read for name in sources)
     dropped = ledger.dropped.most_common()
     reasons = "; ".join(f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in dropped)
     remedies = dict.fromkeys(_REMEDIES.get(reason, "check data.columns and data.format") for reason, _ in dropped)
     return (
-        f"{names}: none of {counted(ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped: {reasons}. "
-        f"Look at the first row of each reason, and {'; '.join(remedies)}."
+        f"{names}: none of {counted(read or ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped in "
+        f"{split}: {reasons}. Look at the first row of each reason, and {'; '.join(remedies)}."
     )
 
 

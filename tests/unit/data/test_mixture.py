@@ -78,6 +78,12 @@ def test_held_out_rows_have_no_copy_among_the_training_rows(tmp_path: Path, toke
     assert data.ledgers["train"]["duplicates"] == 0  # copies that a weight asks for are none
 
 
+def test_a_source_whose_rows_are_all_dropped_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
+    good, bad = source("good", texts("one", 3)), source("bad", [{"text": ""}] * 2)
+    with pytest.raises(UserError, match=r"bad: none of 2 rows \(train\) .* Dropped in train: 2 x empty \(first: bad:1"):
+        prepare_splits(config(tmp_path), tokenizer, {"train": [good, bad]})
+
+
 def test_a_source_without_usable_rows_is_named(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"mine: none of 1 row \(eval\) has a supervised token"):
         given = {"train": [source("one", texts("one", 3))], "eval": [source("mine", [{"text": ""}])]}
