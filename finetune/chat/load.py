@@ -86,7 +86,8 @@ def load(
     def base_model() -> Any:
         with _loading(Path(str(name)), "base model"):
             quantization = quantization_config(found.bits, dtype or torch.bfloat16)
-            return load_base(str(name), revision=revision, quantization=quantization, **common)
+            adapter = None if found.adapter is None else found.folder
+            return load_base(str(name), revision=revision, quantization=quantization, adapter=adapter, **common)
 
     if stack.backend == "unsloth":
         with _loading(found.folder, "adapter"):

@@ -24,6 +24,7 @@ from finetune.drop_in.commands import JobTrainer, ScriptCommands
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.script_run import ScriptRun
 from finetune.drop_in.start import OVERRIDES, STACK
+from finetune.engine import multimodal
 from finetune.engine.checkpoint import resume
 from finetune.engine.job import Job, assemble, lay_out_eval, lay_out_split
 from finetune.engine.kernels import fused_lora, grouped_experts, liger
@@ -167,6 +168,7 @@ class SFTTrainer(JobTrainer):
         if layers.kernels == liger.LIGER:
             liger.install(self.model)
         experts.freeze_biases_of_choice(self.model)
+        multimodal.freeze(self.model)
         fused_lora.install(self.model)
         grouped_experts.install(self.model)
         weights = settings.weights_as_loaded(self.model)

@@ -12,7 +12,7 @@ from finetune.config.rules import SELECTIVE, Mode
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan, SequentialPlan
 from finetune.data.prepare import Data, prepare
-from finetune.engine import invariants
+from finetune.engine import invariants, multimodal
 from finetune.engine.kernels import liger
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
@@ -371,11 +371,12 @@ def model_size(model: Model) -> ModelSize:
     head = model.get_output_embeddings()
     tied = head is not None and embedding.weight is head.weight
     found = experts.count(model)
+    beside = sum(one.numel() for tower in multimodal.towers(model).values() for one in tower.parameters())
     head_dim, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
     return ModelSize(
         parameters=found.total,
         active_parameters=found.active,
-        matmul_parameters=found.active - (0 if tied else embedding.weight.numel()),
+        matmul_parameters=found.active - beside - (0 if tied else embedding.weight.numel()),
         trainable_parameters=found.trainable,
         active_trainable_parameters=found.active_trainable,
         layers=config.num_hidden_layers,

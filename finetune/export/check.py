@@ -25,7 +25,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -175,10 +175,15 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return torch.float32
 
 
-def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+def load_model(folder: Path, job: Json, dtype: torch.dtype, adapted: Sequence[str] = ()) -> Any:
+    """The model of a folder, with all that it has beside text, unless the names in an adapter are of a text model."""
+    import transformers
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    own = getattr(transformers, named[0], None)
+    of_text = own is None or not own.can_generate() or adapted and not any("language_model." in one for one in adapted)
+    kind = transformers.AutoModelForCausalLM if of_text else own
+    loaded: Any = kind.from_pretrained(
         folder,
         output_loading_info=True,
         dtype=dtype,
@@ -193,7 +198,7 @@ def load_model(folder: Path, job: Json, dtype: torch.dtype) -> Any:
     stacked = [parameter for parameter in model.parameters() if parameter.ndim == 3]
     if any(size * one.element_size() % 16 for one in stacked for size in one.shape[1:]):
         model.set_experts_implementation("eager")  # one by one: grouped products take rows of whole 16 bytes
-    model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
+    model.generation_config = transformers.GenerationConfig()  # greedy, without end tokens: for answers of equal length
     return model
 
 
@@ -219,10 +224,11 @@ def load_with_adapter(job: Json, adapter: Path, dtype: torch.dtype) -> Any:
     from peft import PeftConfig, PeftModel
     from safetensors import safe_open
 
-    base = load_model(Path(job["base"]), job, dtype)
+    file = safe_open(adapter / "adapter_model.safetensors", framework="pt")
+    base = load_model(Path(job["base"]), job, dtype, file.keys())
     if getattr(base, "is_quantized", False):
         base = base.dequantize(dtype=dtype).to(dtype)
-    for key in (file := safe_open(adapter / "adapter_model.safetensors", framework="pt")).keys():
+    for key in file.keys():  # noqa: SIM118
         if key.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "lm_head.weight")):
             rows = file.get_slice(key).get_shape()[0]
             if rows != base.get_input_embeddings().weight.shape[0]:

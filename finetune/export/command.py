@@ -126,6 +126,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     merge = None if form == "adapter" else _merge(found, dtype)
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
     finding: JsonObject | None = None
+    from finetune.engine import multimodal
     from finetune.engine.checkpoint import output_folder
     from finetune.engine.preflight import model_files
 
@@ -133,6 +134,12 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         needed * (1 if tools is None else 2) + SPARE_BYTES,
         files.nearest_folder(out.absolute().parent, "--out"),
     )
+    if tools is not None and merge is not None and (beside := multimodal.towers(merge.model)):
+        print_line(
+            f"note: the GGUF file has the text model alone, without {', '.join(beside)}: llama.cpp's converter writes "
+            "those into a file of their own (--mmproj).",
+            style="yellow",
+        )
     output_folder.check_space(out, room, "the export", option="--out")
     with (
         output_folder.explain_full_disk(near, "the export"),

@@ -6,13 +6,14 @@ in float32 from the base's original weight and rounded once, as `optimizer.round
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.engine import multimodal
 from finetune.engine.optimizer import rounding
 from finetune.engine.optimizer.master_weights import saved_dtype
 from finetune.engine.preflight.mergeable import quantization
@@ -60,7 +61,7 @@ class Merge:
         self._update, self._written = 0.0, 0.0  # |update|^2, and <what was written of it, update>
         self.config = files.read_json(base / "config.json")
         _check_quantization(base, self.config)
-        self.model = _skeleton(base)
+        self.model = _skeleton(base, adapter.changes if adapter else ())
         self.layout = Layout(self.model, {name: entry.shape for name, entry in self.weights.entries.items()})
         self.untied = False
         self.steps = {
@@ -311,16 +312,17 @@ class Merge:
         )
 
 
-def _skeleton(folder: Path) -> Any:
-    """The model's modules without weights; an empty module if transformers has no class for it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _skeleton(folder: Path, adapted: Collection[str]) -> Any:
+    """The model's modules without weights, as an adapter names them; an empty module if transformers has no class for
+    it."""
+    from transformers import AutoConfig
 
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(folder)
             if hasattr(config, "quantization_config"):
                 delattr(config, "quantization_config")
-            return AutoModelForCausalLM.from_config(config)
+            return multimodal.auto_class(config, adapted).from_config(config)
     except (ValueError, KeyError, ImportError, OSError, AttributeError, TypeError):
         return torch.nn.Module()
 

@@ -38,8 +38,8 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
     """Print go or no-go, with the measurements and the launch line of the real run."""
     if config.training.strategy == "shard":
         print_line(
-            "warning: training.strategy is shard, and this dry run measures the whole model on one device: it has too "
-            "few layers to measure slices of it. A sharded run needs less memory per GPU, and gathers weights.",
+            "warning: training.strategy is shard, and this dry run measures the whole model on one device, not "
+            "slices of its layers. A sharded run needs less memory per GPU, and gathers weights.",
             style="yellow",
         )
     if longest := outcome.measured.get("longest_rows"):

@@ -51,6 +51,42 @@ FURTHER: dict[str, dict[str, Any]] = {
     "Phimoe": {"num_local_experts": EXPERTS},
 }
 
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
+_QWEN_VISION |= {"out_hidden_size": 32}
+_GEMMA = {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+# Models for images beside text: of the text model, and of the others by their names in the configuration.
+MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (
+        _GEMMA,
+        {"vision_config": _VISION | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
+        | {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62},
+    ),
+    "Gemma4": (
+        _GEMMA | {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        {"vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}}
+        | {"audio_config": _VISION | {"output_proj_dims": 32, "subsampling_conv_channels": [8, 4]}},
+    ),
+    "Mistral3": (
+        {"head_dim": 16, "model_type": "ministral3"},
+        {"vision_config": _VISION | {"model_type": "pixtral", "image_size": 32, "patch_size": 16}},
+    ),
+    "Qwen3_5": (
+        {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        {"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}, "tie_word_embeddings": True},
+    ),
+    "Qwen2_5_VL": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}},
+        {"vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]}},
+    ),
+    "Qwen3VL": (
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+        {"vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}},
+    ),
+}
+
 
 def make_tokenizer(folder: Path, vocab_size: int = 400):
     """A byte-level BPE with ChatML's special tokens, saved into `folder`."""
@@ -109,6 +145,25 @@ def save_moe(family: str, folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(folder)
     make_moe(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    return folder
+
+
+def make_multimodal(family: str, **changes: Any) -> Any:
+    """A model for images and text of a family, with random weights."""
+    import torch
+    import transformers
+
+    text, others = MULTIMODAL[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(text_config=SMALL | text | changes, **others)
+    return transformers.AutoModelForMultimodalLM.from_config(config).train()
+
+
+def save_multimodal(family: str, folder: Path, **changes: Any) -> Path:
+    """The same in a folder, with a tokenizer."""
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(folder)
+    make_multimodal(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
     return folder
 
 

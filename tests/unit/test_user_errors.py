@@ -433,7 +433,7 @@ def add_tokens(folder: Path) -> None:
 # what is done to the model's folder, the message of a run
 MODELS = {
     "unknown architecture": (edit("config.json", model_type="nosuch", architectures=["No"]), "does not have (The"),
-    "images": (edit("config.json", model_type="vit", architectures=["ViTModel"]), "is not a causal language model"),
+    "images": (edit("config.json", model_type="vit", architectures=["ViTModel"]), "has no decoder for it that"),
     "wrong field": (edit("config.json", hidden_size="x"), "config.json is not valid"),
     "other shapes": (edit("config.json", hidden_size=128), "not have the shapes in its config.json"),
     "tokenizer cut": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),

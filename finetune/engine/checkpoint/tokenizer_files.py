@@ -21,7 +21,7 @@ from finetune.runtime.bootstrap import errors_only
 from finetune.runtime.types import JsonObject, Tokenizer
 
 NAMES = re.compile(
-    r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
+    r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|(video_)?preprocessor|"
     r"processor)[\w.-]*\.(json|txt|model|jinja)"
 )
 VARIANTS = "additional_chat_templates"  # a folder of further chat templates

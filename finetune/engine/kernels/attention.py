@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finetune.engine import multimodal
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.machine import flash
@@ -235,7 +236,8 @@ def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
         return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
     if torch.cuda.get_device_capability()[0] < 8:
         return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
-    widths = {getattr(module, "head_dim", None) for module in model.modules() if hasattr(module, "is_causal")}
+    reached = multimodal.outside_towers(model).values()
+    widths = {getattr(module, "head_dim", None) for module in reached if hasattr(module, "is_causal")}
     wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > 256)]
     if wrong:
         return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to 256"
@@ -262,9 +264,10 @@ def why_not_computed(model: Model) -> str | None:
         return f"the value heads of {name} are of another width than its query heads"
     if any(getattr(config, setting, None) for setting in CHOICES):
         return f"{name} attends to the tokens that it chooses"
-    if any(getattr(module, "is_causal", True) is False for module in base.modules()):
+    reached = multimodal.outside_towers(base).values()
+    if any(getattr(module, "is_causal", True) is False for module in reached):
         return f"{name} attends to tokens after each token"
-    kinds = {type(module) for module in base.modules() if hasattr(module, "is_causal")}
+    kinds = {type(module) for module in reached if hasattr(module, "is_causal")}
     if getattr(config, "sliding_window", None) and any(map(_passes_no_window, kinds)):
         return f"{name} has its sliding window in the mask alone"
     return None

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 import torch
 
 from finetune.config import Config
+from finetune.engine import multimodal
 from finetune.engine.model import expert_targets
 from finetune.engine.model.load_errors import explain_adapter_error
 from finetune.errors import UserError
@@ -64,12 +65,12 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
     """Check that each name matches modules, or stacked experts by the names of the layers that they hold."""
     from transformers.pytorch_utils import Conv1D
 
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = list(modules)
+    modules = multimodal.outside_towers(model)
+    names, what = list(modules), f"module of the {'text model' if multimodal.towers(model) else 'model'}"
     linear = [name for name, module in modules.items() if isinstance(module, (torch.nn.Linear, Conv1D))]
     given, saved = config.lora.target_modules, config.lora.modules_to_save or []
     if missing := [name for name in saved if not any(map(expert_targets.matches([name]), names))]:
-        raise UserError(_missing_message("lora.modules_to_save", missing, names))
+        raise UserError(_missing_message("lora.modules_to_save", missing, names, what))
     if targets == "all-linear":
         return
     stacked = expert_targets.stacked_weights(model)
@@ -91,7 +92,7 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
             if not found and not any(expert_targets.names_stacked(path, [target]) for path in stacked)
         ]
     if missing and (given is not None or len(missing) == len(matched)):
-        raise UserError(_missing_message("lora.target_modules", missing, linear))
+        raise UserError(_missing_message("lora.target_modules", missing, linear, what))
     _check_kinds(model, matched, backend, has_experts=bool(stacked))
     in_full = [module for name, module in modules.items() if expert_targets.matches(saved)(name)]
     beneath = {id(part) for module in in_full for part in module.modules()}

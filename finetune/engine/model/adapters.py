@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
+from finetune.engine import multimodal
 from finetune.engine.model import adapter_targets, expert_targets, loaded_weights
 from finetune.engine.model.load_errors import explain_adapter_error
 from finetune.engine.preflight import adapter_files, model_files
@@ -76,10 +77,12 @@ def adapter_arguments(model: Any, config: Config) -> JsonObject:
     """Arguments of a new adapter on a model, as PEFT and Unsloth name them."""
     lora = config.lora
     names = ("r", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "bias")
+    excluded = multimodal.excluding_towers(model, lora.adapter_kwargs.get("exclude_modules"))
     return (
         {name: getattr(lora, name) for name in names}
         | expert_targets.resolve(model, config, adapter_target_modules(config))
         | lora.adapter_kwargs
+        | ({"exclude_modules": excluded} if excluded else {})
     )
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 
 from finetune.config import Config
+from finetune.engine import multimodal
 from finetune.engine.model import router_loss
 from finetune.engine.model.experts import unpacked_shape
 from finetune.engine.sharding import shard
@@ -105,7 +106,7 @@ def resolve(model: Model, config: Config, targets: Sequence[str] | str | None) -
     if not stacked or targets is None or "target_modules" in lora.adapter_kwargs:  # the last: PEFT's meaning of them
         found = {"target_modules": targets}
         return found if given is None else found | {"target_parameters": given}
-    modules = dict(model.named_modules())
+    modules = multimodal.outside_towers(model)
     choosing = routers(model)
     names = _selected_modules(model, modules, targets, choosing)
     parameters = given

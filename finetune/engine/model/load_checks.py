@@ -8,6 +8,7 @@ import torch
 
 from finetune.config import Config
 from finetune.config.sft_fields import lora_fields
+from finetune.engine import multimodal
 from finetune.engine.kernels import fp8, liger
 from finetune.engine.model import adapter_targets, generation_config
 from finetune.engine.model.adapters import adapter_target_modules, add_adapter
@@ -45,13 +46,12 @@ def check(config: Config, stack: Stack) -> bool:
 
 def check_on_meta_model(config: Config, stack: Stack) -> None:
     """Check the attention and the adapter on the model's architecture, built without weights, so that a mistake is
-    found before loading. Models that cannot be built this way (remote code, several towers, adapters) are left to
-    `load`.
+    found before loading. Models that cannot be built this way (remote code, adapters) are left to `load`.
 
     Raises:
         UserError: the model has no such attention, a name matches no module, or PEFT cannot make the adapter.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model, lora = config.model, config.lora
     adapts = not (model.full_finetuning or lora.continue_adapter)
@@ -62,10 +62,8 @@ def check_on_meta_model(config: Config, stack: Stack) -> None:
     attention = attention_arguments(config) if stack.backend == "transformers" else {}
     try:
         shape = AutoConfig.from_pretrained(str(model.model_name_or_path), revision=model.revision)
-        if shape is not shape.get_text_config():
-            return
         with explain_attention_error(config), errors_only(), torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(shape, **attention)
+            skeleton = multimodal.auto_class(shape).from_config(shape, **attention)
     except UserError:
         raise
     except Exception:  # loading the model reports the error better

@@ -61,8 +61,8 @@ _WRONG_FILES = {
         "Update transformers, or use another model",
     ),
     "Unrecognized configuration class": (
-        "it is not a causal language model",
-        "Use a model that generates text",
+        "transformers has no decoder for it that continues text (AutoModelForCausalLM, AutoModelForMultimodalLM)",
+        "Use a decoder-only model: encoders, encoder-decoders and compositions of several models are not supported",
     ),
     "but you are passing a BitsAndBytesConfig": (
         "its weights are quantized already",

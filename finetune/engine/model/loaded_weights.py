@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from finetune.engine import multimodal
 from finetune.errors import UserError, listed
 from finetune.runtime.types import JsonObject
 
@@ -90,11 +91,8 @@ def _check_model(model: Any, report: JsonObject) -> None:
 
 def _reached_by_text(model: Any, names: Sequence[str]) -> list[str]:
     """Without the weights of the towers of a model for images or sound."""
-    if model.config.get_text_config() is model.config:
-        return list(names)
-    used = (model.get_decoder(), model.get_output_embeddings())
-    inside = tuple(f"{name}." if name else "" for name, one in model.named_modules() if any(one is two for two in used))
-    return [name for name in names if name.startswith(inside)]
+    beside = tuple(f"{name}." for name in multimodal.towers(model))
+    return [name for name in names if not name.startswith(beside)]
 
 
 def _same_but_for_prefix(name: str, other: str) -> bool:

@@ -6,12 +6,14 @@ Import it after `bootstrap.start`, like everything that uses transformers or pef
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.config import Config
 from finetune.config.rules import LOADED_AS
+from finetune.engine import multimodal
 from finetune.engine.kernels import fp8, fused_lora, grouped_experts, liger
 from finetune.engine.model import adapter_targets, expert_targets, experts, loaded_weights
 from finetune.engine.model.adapters import (
@@ -39,6 +41,7 @@ from finetune.engine.model.load_errors import (
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import shard, unit_loading
 from finetune.errors import UserError
+from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.types import Model
 
@@ -76,6 +79,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
         if config.model.load_in_fp8:
             fp8.convert(model)
         master_weights.widen(model, config.training.master_weights, config.model.full_finetuning)
+        multimodal.freeze(model)
         if config.model.full_finetuning:
             experts.freeze_biases_of_choice(model)
         else:
@@ -157,6 +161,7 @@ def _load_transformers(
             revision=None if continue_adapter else config.model.revision,
             dtype=stored,
             quantization=quantization,
+            adapter=name if continue_adapter else None,
             device_map={"": "cpu"} if shard.is_requested(config) else stack.device_map,
             trust_remote_code=config.model.trust_remote_code,
             **attention_arguments(config),
@@ -172,17 +177,29 @@ def _load_transformers(
     return add_adapter(model, config)
 
 
-def load_base(name: str, *, revision: str | None = None, quantization: object = None, **arguments: Any) -> Any:
-    """The causal language model of a folder or a name on the Hub, by transformers.
+def load_base(
+    name: str,
+    *,
+    revision: str | None = None,
+    quantization: object = None,
+    adapter: str | Path | None = None,
+    **arguments: Any,
+) -> Any:
+    """The language model of a folder or a name on the Hub, by transformers, with all that it has beside text.
 
     Args:
         quantization: None leaves the weights as they are in the files, but for experts in MXFP4.
+        adapter: the folder of one for this model.
         arguments: of `from_pretrained`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    trusted = bool(arguments.get("trust_remote_code"))
+    shape = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    file = None if adapter is None else Path(adapter, "adapter_model.safetensors")
+    adapted = files.tensor_sizes(file) if file is not None and file.is_file() else ()
     with loaded_weights.require_all():
-        return AutoModelForCausalLM.from_pretrained(
+        return multimodal.auto_class(shape, adapted).from_pretrained(
             name,
             revision=revision,
             quantization_config=quantization or dequantization_config(name, revision),

@@ -20,7 +20,8 @@ from finetune.runtime.types import JsonObject, Model
 
 # Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
 _PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Models that Unsloth does not pack: soft-capped attention that it cannot compile this way, and attention sinks.
+# Models that Unsloth does not pack, beside multimodal ones: soft-capped attention that it cannot compile this way, and
+# attention sinks.
 _UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
 
 
@@ -28,8 +29,6 @@ def why_not_packed(model: Model, stack: Stack) -> str | None:
     """Why packed documents would attend to each other in this model; None if they do not."""
     config = model.config
     text = config.get_text_config()
-    if config is not text:
-        return f"{config.model_type} is a multimodal model, whose positions are not a simple count"
     kinds = set(getattr(text, "layer_types", None) or ())
     recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
     names = {type(module).__name__ for module in model.modules()}
@@ -38,8 +37,8 @@ def why_not_packed(model: Model, stack: Stack) -> str | None:
     )
     if recurrent:
         return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
-    if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
-        return f"Unsloth does not separate packed documents in {text.model_type}"
+    if stack.backend == "unsloth" and (config is not text or text.model_type in _UNSLOTH_DOES_NOT_PACK):
+        return f"Unsloth does not separate packed documents in {config.model_type}"
     table = positions.limit(model)
     if table is not None and table < MAX_PADDING_SEGMENT:
         return f"{text.model_type} has a table of {table} positions, fewer than the padding of a pack may take"

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS
+from finetune.engine import multimodal
 from finetune.engine.optimizer import rounding, state_bytes
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack, errors_only
@@ -112,14 +113,14 @@ def count_parameters(config: Config) -> int | None:
     """Number of the model's parameters, tied ones once, from its configuration; None if it cannot be built from that
     alone."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model = config.model
     remote = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
         with errors_only(), init_empty_weights():
             shape = AutoConfig.from_pretrained(str(model.model_name_or_path), **remote)
-            empty = AutoModelForCausalLM.from_config(shape, trust_remote_code=model.trust_remote_code)
+            empty = multimodal.auto_class(shape).from_config(shape, trust_remote_code=model.trust_remote_code)
             empty.tie_weights()
     except Exception:  # loading the model reports what is wrong with it
         return None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
+    from finetune.engine import multimodal
     from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.kernels import fp8, liger
     from finetune.engine.model import adapter_coverage
@@ -43,6 +44,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     )
     if job.size.active_parameters < job.size.parameters:
         print_line(f"Mixture of experts: {job.size.text}")
+    if (beside := multimodal.summary(job.model)) is not None:
+        print_line(beside)
     row = "row" if job.unpacked_because else "pack"
     length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
     shared = job.context.size

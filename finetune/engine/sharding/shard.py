@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
+from finetune.engine import multimodal
 from finetune.engine.sharding import digests, memory_per_rank
 from finetune.errors import UserError
 from finetune.runtime.ranks import distributed
@@ -63,8 +64,11 @@ def units(model: Model) -> list[tuple[str, nn.Module]]:
     """
     base = base_model(model)
     classes = set(getattr(base, "_no_split_modules", None) or ())
+    beside = multimodal.towers(model)
     found: list[tuple[str, nn.Module]] = []
     for name, module in base.named_modules():
+        if any(name == tower or name.startswith(f"{tower}.") for tower in beside):
+            continue
         if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer, _ in found):
             found.append((name, module))
     if not found:
@@ -76,7 +80,7 @@ def units(model: Model) -> list[tuple[str, nn.Module]]:
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:  # tied weights must be in one unit: the root
         found = [(name, module) for name, module in base.named_modules() if module is embedding] + found
-    return found
+    return [*beside.items(), *found]  # a tower is a unit that nothing gathers
 
 
 def check(device: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from finetune.config import Config
+from finetune.engine import multimodal
 from finetune.engine.checkpoint.tensor_files import TensorFiles
 from finetune.engine.preflight import adapter_files
 from finetune.engine.sharding import shard
@@ -85,11 +86,11 @@ def load_unit(module: nn.Module, stored: TensorFiles, device: torch.device) -> N
 def _on_meta(folder: Path, dtype: torch.dtype, attention: dict[str, str]) -> PreTrainedModel:
     """The model with real buffers, and parameters on the meta device."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     shape = AutoConfig.from_pretrained(folder)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **attention)
+        model = multimodal.auto_class(shape).from_config(shape, dtype=dtype, **attention)
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -1,0 +1,102 @@
+"""Checkpoints for images or sound beside text, of which rows of text train the text model alone.
+
+Which modules are towers follows from the structure of a model: all that is neither the text decoder, its embeddings and
+its output layer, nor inside of one or around it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from finetune.runtime.types import Model
+
+
+def auto_class(shape: Any, adapted: Collection[str] = ()) -> Any:
+    """transformers' auto class that loads all of a model. Of some multimodal checkpoints (Qwen3.5, Llama 4),
+    `AutoModelForCausalLM` loads the text model alone.
+
+    Args:
+        shape: the model's configuration.
+        adapted: names in an adapter for the model, which may be of the text model alone, as in version 0.1.0.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto import modeling_auto
+
+    whole = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(shape), None)
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
+    if whole is None or shape.is_encoder_decoder or whole.forward is nn.Module.forward:  # the last: of several models
+        return AutoModelForCausalLM
+    of_text = getattr(text, "__name__", "") in (getattr(shape, "architectures", None) or ())
+    of_text |= text not in (None, whole) and bool(adapted) and not any("language_model." in name for name in adapted)
+    return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
+
+
+def towers(model: Model) -> dict[str, nn.Module]:
+    """The outermost modules with weights that rows of text never reach, by their names in the model without an adapter;
+    none in a model of text."""
+    base = _without_adapter(model)
+    shape = getattr(base, "config", None)
+    if shape is None or shape.get_text_config() is shape:
+        return {}
+    used = [decoder := base.get_decoder()]
+    for one in base.modules():
+        if hasattr(one, "get_output_embeddings") and any(part is decoder for part in one.modules()):
+            used += [one.get_input_embeddings(), one.get_output_embeddings()]
+    reached = {id(part) for one in used if one is not None for part in one.modules()}
+    return dict(_beside(base, "", reached))
+
+
+def _without_adapter(model: Model) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _beside(module: nn.Module, path: str, reached: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if id(child) in reached:
+            continue
+        if any(id(part) in reached for part in child.modules()):
+            yield from _beside(child, f"{path}{name}.", reached)
+        elif next(child.parameters(), None) is not None:
+            yield f"{path}{name}", child
+
+
+def outside_towers(model: Model) -> dict[str, nn.Module]:
+    """The modules inside a model that rows of text may reach, by name."""
+    beside = tuple(f"{name}." for name in towers(model))
+    base = _without_adapter(model)
+    return {name: one for name, one in base.named_modules() if name and not f"{name}.".startswith(beside)}
+
+
+def freeze(model: Model) -> None:
+    """Freeze the towers: their gradients would be missing, for which DDP would wait."""
+    for tower in towers(model).values():
+        tower.requires_grad_(False)
+
+
+def excluding_towers(model: Model, given: Sequence[str] | str | None) -> Sequence[str] | str | None:
+    """PEFT's `exclude_modules`, with the towers.
+
+    Args:
+        given: what the user excludes: endings of names, or a regular expression for full names.
+    """
+    names = "|".join(re.escape(name) for name in towers(model))
+    if not names:
+        return given
+    theirs = given if isinstance(given, str) or not given else rf"(.+\.)?({'|'.join(map(re.escape, given))})"
+    return rf"({names})(\..+)?" + (f"|({theirs})" if theirs else "")
+
+
+def summary(model: Model) -> str | None:
+    """What a run says about the towers; None if there are none."""
+    if not (beside := towers(model)):
+        return None
+    weights = [one for tower in beside.values() for one in tower.parameters()]
+    size = sum(one.numel() * one.element_size() for one in weights) / 2**30
+    return (
+        f"Rows are text, which never reaches {', '.join(beside)}: frozen, and kept in a saved model ({size:.3g} GiB of "
+        "weights)"
+    )
