@@ -180,9 +180,9 @@ def load_model(folder: Path, job: Json, dtype: torch.dtype, adapted: Sequence[st
     import transformers
 
     named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    own = getattr(transformers, named[0], None)
+    own: Any = getattr(transformers, named[0], None)
     of_text = own is None or not own.can_generate() or adapted and not any("language_model." in one for one in adapted)
-    kind = transformers.AutoModelForCausalLM if of_text else own
+    kind: Any = transformers.AutoModelForCausalLM if of_text else own
     loaded: Any = kind.from_pretrained(
         folder,
         output_loading_info=True,
