@@ -96,7 +96,4 @@ def summary(model: Model) -> str | None:
         return None
     weights = [one for tower in beside.values() for one in tower.parameters()]
     size = sum(one.numel() * one.element_size() for one in weights) / 2**30
-    return (
-        f"Rows are text, which never reaches {', '.join(beside)}: frozen, and kept in a saved model ({size:.3g} GiB of "
-        "weights)"
-    )
+    return f"Rows of text never reach {', '.join(beside)}: frozen ({size:.3g} GiB)"
