@@ -26,8 +26,8 @@ def auto_class(shape: Any, adapted: Collection[str] = ()) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto
 
-    whole = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(shape), None)
-    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
+    whole: Any = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(shape), None)
+    text: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
     if whole is None or shape.is_encoder_decoder or whole.forward is nn.Module.forward:  # the last: of several models
         return AutoModelForCausalLM
     of_text = getattr(text, "__name__", "") in (getattr(shape, "architectures", None) or ())
