@@ -168,7 +168,7 @@ class SFTTrainer(JobTrainer):
         if layers.kernels == liger.LIGER:
             liger.install(self.model)
         experts.freeze_biases_of_choice(self.model)
-        multimodal.freeze(self.model)
+        multimodal.prepare(self.model)
         fused_lora.install(self.model)
         grouped_experts.install(self.model)
         weights = settings.weights_as_loaded(self.model)

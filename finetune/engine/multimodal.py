@@ -71,8 +71,10 @@ def outside_towers(model: Model) -> dict[str, nn.Module]:
     return {name: one for name, one in base.named_modules() if name and not f"{name}.".startswith(beside)}
 
 
-def freeze(model: Model) -> None:
-    """Freeze the towers: their gradients would be missing, for which DDP would wait."""
+def prepare(model: Model) -> None:
+    """Freeze the towers: their gradients would be missing, for which DDP would wait. And turn the text model's cache
+    off, as transformers does in the outer configuration alone: with it, no mask keeps the documents of a pack apart."""
+    model.config.get_text_config().use_cache = False
     for tower in towers(model).values():
         tower.requires_grad_(False)
 

@@ -110,7 +110,7 @@ def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = make_tokenizer(folder)
+    tokenizer: Any = make_tokenizer(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -79,7 +79,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
         if config.model.load_in_fp8:
             fp8.convert(model)
         master_weights.widen(model, config.training.master_weights, config.model.full_finetuning)
-        multimodal.freeze(model)
+        multimodal.prepare(model)
         if config.model.full_finetuning:
             experts.freeze_biases_of_choice(model)
         else:

@@ -158,8 +158,6 @@ class SFTTrainer(trl.SFTTrainer):
         for one in self.model.parameters() if quantized else ():
             if one.requires_grad and one.dtype == torch.bfloat16:  # TRL's choice, which rounds every update to 8 bits
                 one.data = given.get(id(one), one.data.float())
-        # transformers sets the outer configuration alone. With a cache, no mask keeps the documents of a pack apart.
-        model.config.get_text_config().use_cache = False
         if self.aux_loss_enabled:  # by TRL's rules
             if context.size > 1:
                 raise UserError(

@@ -42,7 +42,7 @@ def test_towers_are_what_text_gives_no_gradient(family: str) -> None:
     beside = multimodal.towers(model)
     in_towers = {name for name, _ in model.named_parameters() if name.startswith(tuple(f"{one}." for one in beside))}
     assert beside and without_gradient(model) == in_towers
-    multimodal.freeze(model)
+    multimodal.prepare(model)
     assert {name for name, one in model.named_parameters() if not one.requires_grad} == in_towers
     assert [name for name, _ in shard.units(model)][: len(beside)] == list(beside)
 
