@@ -178,14 +178,14 @@ def sources_table(ledgers: dict[str, JsonObject]) -> Table | None:
     result = Table(title="Sources", title_justify="left")
     for name in ("split", "source", "format"):
         result.add_column(name, overflow="fold")
-    for name in ("rows read", "kept", "dropped", "tokens", "share", "supervised"):
-        result.add_column(name, justify="right")
+    for name in ("kept", "dropped", "tokens", "share", "supervised"):
+        result.add_column(name, justify="right", no_wrap=True)
     for split, one in ledgers.items():
         short = [row["name"].rpartition("/")[2] for row in one["sources"]]  # without the folder, if that is enough
         names = short if len(set(short)) == len(short) else [row["name"] for row in one["sources"]]
         for name, row in zip(names, one["sources"], strict=True):
             formats = ", ".join(dict.fromkeys(format.partition(" ")[0] for format in row["formats"]))
-            counts = [f"{row[name]:,}" for name in ("rows_read", "rows_kept", "rows_dropped", "tokens")]
+            counts = [f"{row[name]:,}" for name in ("rows_kept", "rows_dropped", "tokens")]
             share = f"{row['tokens'] / max(one['tokens'], 1):.0%}"
             result.add_row(split, name, formats, *counts, share, f"{row['supervised_tokens']:,}")
     return result

@@ -200,7 +200,8 @@ def test_dropped_rows_are_counted_by_source(tmp_path: Path, tokenizer: Any, file
     console = Console(width=80, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
-    assert max(map(len, capture.get().splitlines())) <= 80 and "bad.js" in capture.get()
+    assert max(map(len, capture.get().splitlines())) <= 80 and "bad.jsonl" in capture.get()
+    assert all(f" {name} " in capture.get() for name in ("kept", "dropped", "tokens", "share", "supervised"))
 
 
 def test_the_weight_for_a_share_of_the_tokens(tmp_path: Path, tokenizer: Any) -> None:
@@ -212,7 +213,7 @@ def test_the_weight_for_a_share_of_the_tokens(tmp_path: Path, tokenizer: Any) ->
     console = Console(width=100, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(sources_table({"train": ledger}))
-    assert [line.split("│")[8].strip() for line in capture.get().splitlines() if ".jsonl" in line] == ["80%", "20%"]
+    assert [line.split("│")[7].strip() for line in capture.get().splitlines() if ".jsonl" in line] == ["80%", "20%"]
 
 
 def test_a_data_set_of_the_hub_in_a_mixture(
