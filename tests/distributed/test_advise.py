@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,17 +39,12 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
     assert advice["world_size"] == 1 and "one device" in advice["reason"]
     assert not out.exists()
 
-    # What is printed for two ranks starts as it is printed, and is scored from one device and the all-reduce.
-    path = os.pathsep.join([str(Path(launch.command("python")[0]).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["sh", "-c", plan.plan(2, survey(), job).line],
-        capture_output=True,
-        text=True,
-        env=launch.environment(tmp_path, PATH=path),
-        timeout=launch.TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    # What is printed for two ranks is scored from one device and the all-reduce.
+    words = shlex.split(plan.plan(2, survey(), job).line)
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", "2", "-m", "finetune.train"]
+    assert words[: len(launcher)] == launcher
+    done = launch.run("2 ranks", words[len(launcher) :], cache=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
     run = launch.read(out)
     prediction = run["prediction"]
     assert run["world_size"] == 2 and prediction["reason"] is None
