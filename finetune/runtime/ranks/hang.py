@@ -148,7 +148,7 @@ class Watch:
         self._write_report(report)
         if kind == TIMEOUT and not report.working:
             self.fail(self._error(report), list(report.silent))
-        else:
+        elif kind == SLOW or report.missing:
             self._warn(report)
 
     def _read_status(self, rank: int) -> RankStatus | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,8 +63,9 @@ def test_a_rank_that_does_not_answer_is_missing() -> None:
         ([waits(1, "barrier", training=False)], {0: at(0, "saving", seconds=5000)}, False),
         ([at(0, "saving", seconds=5000), waits(1)], {}, False),
         ([waits(0, "barrier", training=False), waits(1, "barrier", training=False)], {}, False),
+        ([dataclasses.replace(waits(0, "all_reduce"), waited=0.5), waits(1, "barrier", training=False)], {}, True),
     ],
-    ids=["saves", "loads", "gets on", "is stuck", "saves, silent", "training waits", "all wait"],
+    ids=["saves", "loads", "gets on", "is stuck", "saves, silent", "training waits", "all wait", "has just come"],
 )
 def test_who_may_be_waited_for(answered: list[RankStatus], silent: dict[int, Any], working: bool) -> None:
     assert report(*answered, silent=silent).working is working
