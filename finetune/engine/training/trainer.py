@@ -536,8 +536,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     @activity.during("reading the checkpoint")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """An adapter as in transformers; of a sharded model each rank reads its part. A rank with a slow disk is waited
-        for."""
+        """An adapter as in transformers; of a sharded model each rank reads its part. A slow disk is waited for."""
         if self.sharded or getattr(self.model, "peft_config", None) is None:
             checkpoint_weights.load_model(self.model, Path(resume_from_checkpoint))
         else:

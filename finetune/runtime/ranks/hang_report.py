@@ -49,8 +49,7 @@ class Report:
 
     @property
     def working(self) -> bool:
-        """Whether the wait has a good reason: the missing ranks do work for one rank alone, or make progress; or none
-        is missing, and the last has just come, after the others answered."""
+        """Whether the wait has a good reason: work of one rank alone, progress, or a last rank that has just come."""
         if not self.missing:
             return any(one.waited < self.limit / 2 for one in self.waiting)
         if self.silent or not self.absent or any(one.training for one in self.waiting):
