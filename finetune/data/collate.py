@@ -11,6 +11,8 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.layout import Document
 from finetune.data.packs import MULTIPLE, padding_segments
 
+LONG = 32_768  # tokens of a lone row from which it gets no padding: transformers' mask of width x width would be 1 GiB
+
 
 def collate(
     rows: Sequence[list[Document]],
@@ -74,7 +76,8 @@ def _concatenate(
 
 def _collate_padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torch.Tensor]:
     width = max((len(documents[0][0]) for documents in rows if documents), default=1)
-    width = -(-width // MULTIPLE) * MULTIPLE
+    if len(rows) > 1 or width < LONG:
+        width = -(-width // MULTIPLE) * MULTIPLE
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
     labels = np.full((len(rows), width), IGNORE_INDEX, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)

@@ -90,3 +90,14 @@ def test_a_row_of_nothing_is_shared_as_well() -> None:
         assert whole["input_ids"].shape == (1, 48 if pack_length is None else 96)
         assert int(whole["packed_seq_lengths"].sum()) == whole["input_ids"].shape[1]
         assert (own_part(whole, Part(size=2, at=1))["shift_labels"] == -100).all()
+
+
+def test_a_long_row_alone_has_no_padding() -> None:
+    """With a masked token, transformers would write a mask of all tokens by all tokens: 40 GB for 200,001."""
+
+    def mask(*lengths: int) -> torch.Tensor:
+        rows = [[(np.ones(length, dtype=np.int32),) * 2] for length in lengths]
+        return collate(rows, pad_token_id=0, pack_length=None)["attention_mask"]
+
+    assert mask(200_001).shape == (1, 200_001) and mask(200_001).all()
+    assert mask(33_001, 5).shape == (2, 33_008) and mask(13).shape == (1, 16)
