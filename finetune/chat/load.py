@@ -139,10 +139,11 @@ def choose_backend(asked: str, found: TrainedModel, base: str | None) -> str:
 def _load_with_unsloth(found: TrainedModel, **arguments: Any) -> Model:
     import unsloth
 
+    from finetune.engine import multimodal
     from finetune.engine.model import loaded_weights
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
-    with loaded_weights.require_all():
+    with loaded_weights.require_all(), multimodal.in_unsloths_loader(found.folder):
         model, _ = unsloth.FastLanguageModel.from_pretrained(
             str(found.folder),
             max_seq_length=length,

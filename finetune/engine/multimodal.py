@@ -6,12 +6,17 @@ its output layer, nor inside of one or around it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
+from finetune.runtime import files
 from finetune.runtime.types import Model
 
 
@@ -23,8 +28,8 @@ def auto_class(shape: Any, adapted: Collection[str] = ()) -> Any:
         shape: the model's configuration.
         adapted: names in an adapter for the model, which may be of the text model alone, as in version 0.1.0.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     whole: Any = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(shape), None)
     text: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
@@ -33,6 +38,36 @@ def auto_class(shape: Any, adapted: Collection[str] = ()) -> Any:
     of_text = getattr(text, "__name__", "") in (getattr(shape, "architectures", None) or ())
     of_text |= text not in (None, whole) and bool(adapted) and not any("language_model." in name for name in adapted)
     return AutoModelForCausalLM if of_text else AutoModelForMultimodalLM
+
+
+def from_pretrained(name: str, *, adapter: str | Path | None = None, **arguments: Any) -> Any:
+    """The model of a folder or a name on the Hub, in the class that `auto_class` chooses.
+
+    Args:
+        adapter: the folder of one for this model.
+        arguments: of transformers' `from_pretrained`.
+    """
+    from transformers import AutoConfig
+
+    known = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
+    file = None if adapter is None else Path(adapter, "adapter_model.safetensors")
+    adapted = files.tensor_sizes(file) if file is not None and file.is_file() else ()
+    shape = AutoConfig.from_pretrained(name, **known)
+    return auto_class(shape, adapted).from_pretrained(name, **arguments)
+
+
+@contextlib.contextmanager
+def in_unsloths_loader(adapter: object) -> Iterator[None]:
+    """Context in which Unsloth's loader for CPUs loads all of a model, too: it takes `AutoModelForCausalLM` for any."""
+    import transformers
+
+    kept: Any = transformers.AutoModelForCausalLM
+    own = SimpleNamespace(from_pretrained=functools.partial(from_pretrained, adapter=str(adapter)))
+    transformers.AutoModelForCausalLM = own  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        transformers.AutoModelForCausalLM = kept  # type: ignore[misc]
 
 
 def towers(model: Model) -> dict[str, nn.Module]:

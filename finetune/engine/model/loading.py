@@ -6,7 +6,6 @@ Import it after `bootstrap.start`, like everything that uses transformers or pef
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from finetune.engine.model.load_errors import (
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import shard, unit_loading
 from finetune.errors import UserError
-from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.types import Model
 
@@ -113,8 +111,10 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     checkpointing = LOADED_AS if config.training.leaves_activations_open else config.training.gradient_checkpointing
     dtype = resolve_dtype(config, stack)
     stored, on_gpu = master_weights.stored_dtype(config, dtype), stack.device != "cpu"
-    model, _ = loader.from_pretrained(
-        model_name=config.model.model_name_or_path,
+    name = config.model.model_name_or_path
+    load = loader.from_pretrained if on_gpu else multimodal.in_unsloths_loader(name)(loader.from_pretrained)
+    model, _ = load(
+        model_name=name,
         revision=config.model.revision,
         max_seq_length=row_length,
         dtype=dtype if on_gpu else stored,  # Unsloth's loader for CPUs casts no weights
@@ -177,29 +177,15 @@ def _load_transformers(
     return add_adapter(model, config)
 
 
-def load_base(
-    name: str,
-    *,
-    revision: str | None = None,
-    quantization: object = None,
-    adapter: str | Path | None = None,
-    **arguments: Any,
-) -> Any:
+def load_base(name: str, *, revision: str | None = None, quantization: object = None, **arguments: Any) -> Any:
     """The language model of a folder or a name on the Hub, by transformers, with all that it has beside text.
 
     Args:
         quantization: None leaves the weights as they are in the files, but for experts in MXFP4.
-        adapter: the folder of one for this model.
-        arguments: of `from_pretrained`.
+        arguments: of `multimodal.from_pretrained`.
     """
-    from transformers import AutoConfig
-
-    trusted = bool(arguments.get("trust_remote_code"))
-    shape = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    file = None if adapter is None else Path(adapter, "adapter_model.safetensors")
-    adapted = files.tensor_sizes(file) if file is not None and file.is_file() else ()
     with loaded_weights.require_all():
-        return multimodal.auto_class(shape, adapted).from_pretrained(
+        return multimodal.from_pretrained(
             name,
             revision=revision,
             quantization_config=quantization or dequantization_config(name, revision),

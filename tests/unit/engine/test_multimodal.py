@@ -20,7 +20,7 @@ from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.export import verify
 from finetune.runtime.bootstrap import Stack
-from tests.helpers import tiny
+from tests.helpers import launch, tiny
 from tests.helpers.export import WARNINGS
 from tests.helpers.runs import Runs, in_this_process
 
@@ -92,6 +92,10 @@ def test_the_class_that_loads_all_of_a_model(kind: str, named: str, whole: bool)
     shape.architectures = [named]
     other = transformers.AutoModelForMultimodalLM if whole else transformers.AutoModelForCausalLM
     assert multimodal.auto_class(shape) is other
+    of_text, of_all = "model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
+    assert multimodal.auto_class(shape, [of_all]) is other
+    only_text = kind in ("Qwen3_5", "Llama4")  # adapters of version 0.1.0
+    assert multimodal.auto_class(shape, [of_text]) is (transformers.AutoModelForCausalLM if only_text else other)
 
 
 @pytest.mark.parametrize("kind", ["T5", "Florence2", "Qwen2_5Omni"])
@@ -195,3 +199,21 @@ def test_a_run_and_its_export(
         same = {name for name, one in after.items() if torch.equal(one, before[name])}
         in_towers = {name for name in before if "visual" in name or "vision" in name or "multi_modal" in name}
         assert in_towers and in_towers <= same and len(same) <= len(before) - 10
+
+
+@pytest.mark.process
+@pytest.mark.unsloth
+def test_shards_and_unsloth_keep_every_tensor(shared: Path, tmp_path: Path) -> None:
+    words = ["--model.model_name_or_path", str(shared / "Qwen3_5"), "--data.train_file", str(shared / "train.jsonl")]
+    words += ["--training.max_steps", "2", "--training.global_batch_size", "2", "--logging.generate_samples", "0"]
+    words += ["--model.full_finetuning", "true", "--training.learning_rate", "1e-3", "--model.backend"]
+    before, losses = load_file(shared / "Qwen3_5" / "model.safetensors"), []
+    for how, *further in (("1 rank", "unsloth"), ("2 ranks", "transformers", "--training.strategy", "shard")):
+        run = launch.train(how, [*words, *further], out=tmp_path / how, cache=tmp_path)
+        losses.append(run["losses"])
+        files = (tmp_path / how).glob("model*.safetensors")
+        after = {name: one for file in files for name, one in load_file(file).items()}
+        assert after.keys() == before.keys()
+        kept = [name for name in before if torch.equal(after[name], before[name])]
+        assert {name for name in before if ".visual." in name} <= set(kept) and len(kept) < len(before) - 20
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -58,6 +58,14 @@ def test_a_flipped_bit_is_found(
     assert len(found["tensors"]["wrong"]) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_numbers_are_equal_to_themselves_alone(dtype: torch.dtype, check: ModuleType) -> None:
+    infinite = torch.tensor([-torch.inf, torch.inf])
+    assert check.tensor_difference("x", infinite.to(dtype), infinite, merged=False) is None
+    for other in (0.0, torch.nan):
+        assert check.tensor_difference("x", infinite.to(dtype), torch.tensor([-torch.inf, other]), merged=False)
+
+
 def test_a_wrong_weight_shows_in_the_loss_too(
     run_folder: Path, base: Path, tmp_path: Path, check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
