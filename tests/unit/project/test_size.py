@@ -40,7 +40,7 @@ MOST = {
     "patches": (1085, 17),
     "tests": (48554, 397),
 }
-TOTAL = (55326, 340)  # of the parts of finetune/ together
+TOTAL = (55349, 340)  # of the parts of finetune/ together
 KEYS = 98  # of the configuration
 
 OVER = (
