@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from finetune.review.assemble import Review
+    from finetune.runtime.types import JsonObject
 
 
 def review(folders: Sequence[Path]) -> Review:
@@ -26,11 +27,30 @@ def review(folders: Sequence[Path]) -> Review:
     return assemble.review(folders)
 
 
-def divergence(losses: Sequence[float]) -> str | None:
-    """A sentence if a run with these losses of all its steps diverges."""
+def divergence(losses: Sequence[float], evaluations: Sequence[JsonObject]) -> str | None:
+    """A sentence if a run with these losses of all its steps diverges.
+
+    Args:
+        evaluations: their "step", "loss", and "set" if there are several.
+    """
+    from finetune.review import events
     from finetune.review.rules import learning
 
-    return learning.divergence(losses)
+    only = [one for one in evaluations if "set" not in one]
+    return learning.divergence(losses, events.of([one["step"] for one in only], [one["loss"] for one in only]).finite())
+
+
+def conclusion(folder: Path) -> tuple[list[str], str | None]:
+    """The verdict on a run as lines, and what to change first if it is a warning about what the run has learned. What
+    goes wrong here ends no run."""
+    from finetune.review.rules import LEARNING
+
+    try:
+        [one] = review([folder]).runs
+    except Exception as error:
+        return [f"The run could not be reviewed: {type(error).__name__}: {error}"], None
+    first = next((found for found in one.findings if found.rule in LEARNING and found.level == "warning"), None)
+    return [str(half) for half in one.verdict], first and first.advice
 
 
 def main(argv: list[str] | None = None) -> int:

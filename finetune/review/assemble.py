@@ -14,11 +14,11 @@ from finetune.redact import redact_tree
 from finetune.review import run as runs
 from finetune.review.events import finite_median
 from finetune.review.finding import Finding
-from finetune.review.rules import memory, speed, timing
+from finetune.review.rules import memory, speed
 from finetune.review.rules.ranks import scaling
 from finetune.review.run import Run
 from finetune.review.values import mapping, number, sequence, text
-from finetune.review.verdict import findings, verdict
+from finetune.review.verdict import Half, findings, verdict
 from finetune.runtime import tags
 from finetune.runtime.files import to_json_types
 from finetune.runtime.types import JsonObject
@@ -36,8 +36,7 @@ class Reviewed:
     run: Run
     name: str  # unique in its review
     findings: list[Finding]
-    verdict: str
-    confidence: str
+    verdict: tuple[Half, Half]
 
     def to_dict(self) -> JsonObject:
         """As JSON."""
@@ -45,8 +44,8 @@ class Reviewed:
         return {
             "run": self.name,
             "folder": str(run.folder),
-            "verdict": self.verdict,
-            "confidence": self.confidence,
+            "verdict": " ".join(map(str, self.verdict)),
+            "halves": [vars(half) for half in self.verdict],
             "status": run.status,
             "about": about(run),
             "findings": [one.to_dict() for one in self.findings],
@@ -95,8 +94,7 @@ def of_runs(read: Sequence[Run]) -> Review:
 
 def _judge(run: Run, name: str, read: Sequence[Run]) -> Reviewed:
     found = findings(run, [other for other in read if other is not run])
-    sentence, confidence = verdict(run, found)
-    return Reviewed(run=run, name=name, findings=found, verdict=sentence, confidence=confidence)
+    return Reviewed(run=run, name=name, findings=found, verdict=verdict(run, found))
 
 
 def unique_names(read: Sequence[Run]) -> list[str]:
@@ -302,7 +300,7 @@ def comparison(reviewed: Sequence[Reviewed]) -> JsonObject:
     return {
         "runs": [one.name for one in reviewed],
         "configuration": differing_keys([one.run for one in reviewed]),
-        "scaling": [_scaling_row(one, reviewed) for one in reviewed],
+        "scaling": _scaling(reviewed),
         "at_equal_tokens": at_equal_tokens([one.run for one in reviewed]),
     }
 
@@ -356,27 +354,16 @@ def _shown(value: object) -> object:
     return text(str(to_json_types(value)))
 
 
-def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> JsonObject:
-    """The columns of the dual-GPU study."""
-    run = one.run
-    others = [other for other in reviewed if other is not one]
-    found = scaling(run, [other.run for other in others])
-    names = {id(other.run): other.name for other in others}
-    values = metrics(run)
-    step = values.get("step_seconds")
-    return {
-        "run": one.name,
-        "world_size": run.world_size,
-        "rows_per_second": values.get("rows_per_second"),
-        "tokens_per_gpu": values.get("tokens_per_gpu"),
-        "speed_up": found[2] if found else None,
-        "efficiency": found[1] if found else None,
-        "against": names[id(found[0])] if found else None,
-        "memory_gib": values.get("peak_of_rank"),
-        "utilization": values.get("gpu_utilization"),
-        "step_ms": 1e3 * step if step else None,
-        "communication": timing.exposed_communication(run),
-    }
+def _scaling(reviewed: Sequence[Reviewed]) -> list[JsonObject]:
+    """Speed-up and efficiency of each run that has a run of the same job on one device beside it."""
+    names = {id(one.run): one.name for one in reviewed}
+    rows = []
+    for one in reviewed:
+        if (found := scaling(one.run, [other.run for other in reviewed if other is not one])) is not None:
+            single, efficiency, speed_up = found
+            rows.append({"run": one.name, "world_size": one.run.world_size, "against": names[id(single)]}
+                        | {"speed_up": speed_up, "efficiency": efficiency})  # fmt: skip
+    return rows
 
 
 def at_equal_tokens(read: Sequence[Run]) -> list[JsonObject]:

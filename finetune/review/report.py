@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NOT_RECORDED = "not recorded"
 NOT_FINITE = "not finite"
 NO_EVALUATION = "no evaluation"
+STYLES = {"warning": "bold yellow", "note": "bold", "good": "bold green", "unknown": "bold dim"}  # of a verdict
 SHOWN_FINDINGS = 12
 SHOWN_KEYS = 40
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
@@ -34,13 +35,16 @@ SHOWN = (  # metrics of the table, in its order
     *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )
+_SCALING = ("run", "devices", "speed-up", "efficiency", "against")
 SUMMARY = ("loss", "eval_loss", "tokens_per_gpu", "mfu", "step_seconds", "padding", "peak_of_rank")
 
 
 def show(review: Review, console: Console) -> None:
     """Print the review: verdicts, findings by time lost, metrics side by side, comparison, predictions."""
     for one in review.runs:
-        _print(console, f"{one.name} ({one.run.status}): {one.verdict}", "bold", f"Confidence: {one.confidence}.")
+        _print(console, f"{one.name} ({one.run.status})", "bold")
+        for half in one.verdict:
+            _print(console, str(half), STYLES[half.level], f"Confidence: {half.confidence}.")
         for problem in one.run.problems:
             _print(console, f"  {problem}", "yellow")
     for one in review.runs:
@@ -156,32 +160,12 @@ def setting_rows(configuration: Sequence[JsonObject]) -> list[list[str]]:
     return shown
 
 
-_SCALING = (
-    "run",
-    "GPUs",
-    "rows/s",
-    "speed-up",
-    "efficiency",
-    "memory, GiB",
-    "utilization",
-    "step, ms",
-    "communication",
-)
-
-
 def scaling_rows(scaling: Sequence[JsonObject]) -> list[list[str]]:
-    """The dual-GPU study's columns, a line per run."""
-    shown: dict[str, Callable[[float], str]] = {
-        "world_size": number,
-        "rows_per_second": number,
-        "speed_up": lambda one: f"{one:.2f}",
-        "efficiency": percent,
-        "memory_gib": lambda one: f"{one:.2f}",
-        "utilization": percent,
-        "step_ms": lambda one: f"{one:,.1f}",
-        "communication": percent,
-    }
-    return [[row["run"], *(_cell(row[name], write) for name, write in shown.items())] for row in scaling]
+    """A line per run on several devices."""
+    return [
+        [row["run"], str(row["world_size"]), f"{row['speed_up']:.2f}", percent(row["efficiency"]), row["against"]]
+        for row in scaling
+    ]
 
 
 def token_rows(rows: Sequence[JsonObject]) -> list[list[str]]:

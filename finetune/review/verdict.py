@@ -1,15 +1,38 @@
-"""The verdict on a run: its findings in order, and one sentence about what limits it."""
+"""The verdict on a run: its findings in order, and a sentence for each half: whether it learns, and what limits its
+speed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from finetune.review.finding import Finding, percent
-from finetune.review.rules import RULES, timing
+from finetune.review.finding import Finding, number, percent
+from finetune.review.rules import LEARNING, RULES, curve, learning, timing
 from finetune.review.run import Run
+from finetune.text import counted
 
 # What makes a run worthless comes before what makes it slow, whatever its cost in time.
-FIRST = ("hang", "not-finite", "diverging", "frozen", "leak")
+FIRST = ("hang", "not-finite", "diverging", "frozen", "answers", "leak")
+FEWEST_STEPS = 5  # the first of a run compiles and allocates
+
+
+@dataclass(frozen=True)
+class Half:
+    """One half of a verdict.
+
+    Attributes:
+        name: Learning or Speed.
+        level: "unknown" if too little is recorded to judge.
+    """
+
+    name: str
+    sentence: str
+    level: Literal["warning", "note", "good", "unknown"]
+    confidence: str = "high"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.sentence}"
 
 
 def findings(run: Run, others: Sequence[Run] = ()) -> list[Finding]:
@@ -19,29 +42,66 @@ def findings(run: Run, others: Sequence[Run] = ()) -> list[Finding]:
     return sorted(found, key=lambda one: (one.level != "warning", order.get(one.rule, len(FIRST)), -one.lost))
 
 
-def verdict(run: Run, found: Sequence[Finding]) -> tuple[str, str]:
-    """(sentence, confidence): what limits the run with the two numbers behind it, or that nothing limits it."""
-    known = [one for one in found if one.level == "warning"] or list(found)
-    if known:
-        first = known[0]
-        return f"{first.headline}: {first.figures[0]}, {first.figures[1]}.", first.confidence
-    if run.status == "failed":
-        why = run.text("error")
-        return f"The run failed{': ' + why.rstrip('.') if why else ''}. No rule found a cause.", "low"
-    measured = _measured(run)
-    if not measured:
-        return "Nothing that is recorded limits the run.", "low"
-    confidence = "high" if timing.records_of(run) >= 5 and len(measured) > 1 else "medium"
-    return f"Nothing limits the run: {', '.join(measured[:2])}.", confidence
+def verdict(run: Run, found: Sequence[Finding]) -> tuple[Half, Half]:
+    """Whether the run learns, and what limits its speed: the most severe finding of each half with the two numbers
+    behind it, or what shows that there is none."""
+    mine = [one for one in found if one.rule in LEARNING]
+    other = [one for one in found if one.rule not in LEARNING]
+    learns = _severest("Learning", mine) or _failed(run, found) or _learned(run)
+    return learns, _severest("Speed", other) or _unlimited(run)
 
 
-def _measured(run: Run) -> list[str]:
-    """The figures that would show a limit, most important first."""
+def _severest(name: str, found: Sequence[Finding]) -> Half | None:
+    if not found:
+        return None
+    first = found[0]
+    return Half(name, f"{first.headline}: {first.figures[0]}, {first.figures[1]}.", first.level, first.confidence)
+
+
+def _failed(run: Run, found: Sequence[Finding]) -> Half | None:
+    if run.status != "failed" or any(one.level == "warning" for one in found):
+        return None
+    why = run.text("error")
+    text = f"the run failed{': ' + why.rstrip('.') if why else ''}. No rule found a cause."
+    return Half("Learning", text, "warning", "low")
+
+
+def _learned(run: Run) -> Half:
+    """Good if the held-out loss has fallen, or, without held-out rows, the training loss; of a short run beyond
+    doubt."""
+    series, losses = next(iter(learning.held_out(run).values()), None), learning.losses(run).values
+    few = f"{counted(len(losses), 'logged loss', 'logged losses')}, too few to judge (at least {learning.FEWEST})"
+    short = len(losses) < learning.FEWEST
+    if series is not None and len(series) > 1:
+        first, last = float(series.values[0]), float(series.values[-1])
+        since = f" since step {series.steps[0]}" if series.steps[0] else ""
+        text = f"held-out loss {number(first)} -> {number(last)}{since}"
+        if first < learning.KNOWN or (learning.is_above_held_out(first, last) if short else last < first):
+            return Half("Learning", f"{text}.", "good")
+        return Half("Learning", f"{text}; {few if short else 'it did not fall'}.", "unknown", "low")
+    if short:
+        return Half("Learning", f"{few}, and no held-out rows.", "unknown", "low")
+    first, last = curve.level(losses, 0, 0.1), curve.level(losses, 0.9, 1)
+    text = f"training loss {number(first)} -> {number(last)}"
+    if first - last > 2 * curve.error_of_difference(losses, 0.1):
+        return Half("Learning", f"{text}; no held-out rows to check it on.", "good", "medium")
+    return Half("Learning", f"{text}, which is within its noise; no held-out rows.", "unknown", "low")
+
+
+def _unlimited(run: Run) -> Half:
+    """Nothing limits the speed, by the figures that would show a limit, most important first."""
     shares = {
+        "MFU": run.typical("mfu"),
         "exposed communication": timing.exposed_communication(run),
         "data wait": timing.data_wait(run),
         "padding": run.typical("padding"),
     }
-    found = [f"{name} {percent(share)}" for name, share in shares.items() if share is not None]
-    mfu = run.typical("mfu")
-    return ([f"MFU {percent(mfu)}"] if mfu is not None else []) + found
+    shown = [f"{name} {percent(share)}" for name, share in shares.items() if share is not None]
+    if not shown or run.step_seconds is None:
+        return Half("Speed", "no step times are recorded.", "unknown", "low")
+    if run.steps is not None and run.steps < FEWEST_STEPS:
+        return Half(
+            "Speed", f"{counted(run.steps, 'step')}, too few to judge (at least {FEWEST_STEPS}).", "unknown", "low"
+        )
+    confidence = "high" if timing.records_of(run) >= 5 and len(shown) > 1 else "medium"
+    return Half("Speed", f"nothing limits it: {', '.join(shown[:2])}.", "good", confidence)

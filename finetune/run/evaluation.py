@@ -20,7 +20,7 @@ def evaluate(job: Job, built: BuiltTrainer, questions: list[Question]) -> tuple[
     result = answer_and_score(job, questions)
     built.logger.log_scores(result, built.trainer.state)
     scores = dict(result.scores)
-    found = {"eval_loss": loss, "exact_match": scores.pop("exact_match")}
+    found = {"eval_loss": loss, "exact_match": scores.pop("exact_match"), "broken_answers": result.broken}
     return found | ({"metric": scores} if scores else {}), result
 
 

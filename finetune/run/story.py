@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import review
 from finetune.config import Config
 from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
@@ -166,6 +167,8 @@ class _Run:
         if answers_before is not None and answers_after is not None:
             console().print(samples.table(answers_before, answers_after))
         report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
+        if distributed.ranks().is_main:
+            report.print_verdict(*review.conclusion(output_dir), output_dir, saved=sums is not None)
         return RunOutcome(output=output)
 
     def _begin(self, trainer: Any, checkpoint: str | None) -> None:

@@ -215,6 +215,9 @@ RUNS: dict[str, Fixture] = {
         rows=training_only,
         settings=FULL | {"training.learning_rate": "5e-2", "training.router_aux_loss_coef": "0"},
     ),
+    "rate-too-low": Fixture(
+        "frozen", ranks=1, rows=ragged, settings=FULL | EVALUATED | {"training.learning_rate": "1e-7"}
+    ),
     "leak": Fixture("leak", rows=leaked, settings=EVALUATED),
     "rows-lost": Fixture("rows-lost", rows=without_answers),
     "overfitting": Fixture(

@@ -97,7 +97,7 @@ def test_runs_are_sorted_filtered_and_hidden(address: str, seen: Seen) -> None:
     lines = frame.locator("tr[data-run-line]:visible")
     lines.first.wait_for()
     assert lines.count() == len(RUNS)
-    assert all(line.bounding_box()["height"] <= 42 for line in lines.all())
+    assert all(line.bounding_box()["height"] <= 62 for line in lines.all())
     inner = seen.page.frames[1]
     assert inner.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing is cut at 1280 pixels
 

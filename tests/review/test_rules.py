@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetune.review import divergence, events
 from finetune.review.rules import RULES, learning, memory, ranks, speed, straggler
 from finetune.review.run import Run
 from finetune.review.verdict import findings, verdict
+from finetune.runtime import tags
 from tests.review import synthetic
 from tests.review.synthetic import losses, run
 
@@ -24,6 +26,17 @@ def fired(one: Run, *others: Run) -> list[str]:
 
 def evaluation(*values: float) -> dict[str, tuple[list[int], list[float]]]:
     return {"eval_loss": ([20 * (place + 1) for place in range(len(values))], list(values))}
+
+
+def trained(before: float, after: float) -> dict[str, tuple[list[int], list[float]]]:
+    """A run that is evaluated before and after training."""
+    return {"eval_loss": ([0, 200], [before, after])}
+
+
+def noisy(*levels: float) -> np.ndarray:
+    """200 losses about these levels, with a noise of a tenth, after a first one of 1."""
+    values = np.interp(np.arange(200), np.linspace(0, 199, len(levels)), levels)
+    return np.append(1.0, (values * np.random.default_rng(8).normal(1, 0.1, 200))[1:])
 
 
 def changed(values: np.ndarray, at: dict[int, float]) -> np.ndarray:
@@ -116,22 +129,30 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(series={"gradient_norm": ([5, 6], [0.5, math.inf])}),
     ],
     "diverging": [lambda: run(loss=rising(1.25)), lambda: run(loss=rising(9.0)),
-                  lambda: run(loss=np.concatenate([np.full(5, 2.0), np.linspace(2, 6, 35)]))],
+                  lambda: run(loss=np.concatenate([np.full(5, 2.0), np.linspace(2, 6, 35)])),
+                  lambda: run(loss=np.append(losses(100, noise=0.01), np.linspace(1, 1.15, 100)), series=CLIPPED),
+                  lambda: run(loss=noisy(30, 20, 6, 5)),  # ruined by its first step: no later loss is as low
+                  lambda: run(loss=noisy(30, 20, 6, 5), series=trained(1.0, 5.0)),
+                  lambda: run(loss=np.full(2, 3.0), series=trained(1.0, 1.03)),
+                  lambda: run(loss=np.full(40, 3.0), series=evaluation(1.5, 1.0, 1.21))],
     "spikes": [
         lambda: run(loss=changed(losses(), {90: 0.4, 140: 0.4})),
+        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}), series=CLIPPED),
         lambda: run(loss=changed(losses(), {place: 3.0 for place in range(40, 200, 10)})),
     ],
     "frozen": [
         lambda: run(series={"gradient_norm": ([1, 2, 3], [0.0, 9e-9, 0.0])}),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200)),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.5, 40), series=evaluation(5.9, 5.9, 5.9)),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.5, 40), series=trained(6.0, 5.98)),  # rate too low
     ],
-    "clipping": [
-        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]), series=CLIPPED),
-        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}),
-                    series=CLIPPED | {"gradient_norm": (list(range(1, 201)), [20.0] * 200)}),
+    "answers": [lambda: run(record={"broken_answers_before": 0.49, "broken_answers_after": 0.5})],
+    "overfitting": [
+        lambda: run(series=evaluation(1.5, 1.0, 1.021, 1.03)),
+        lambda: run(series=evaluation(1, 2, 3)),
+        lambda: run(series=evaluation(1.5, 1.0, 1.21)),
+        lambda: run(series=trained(1.0, 1.021)),
     ],
-    "overfitting": [lambda: run(series=evaluation(1.5, 1.0, 1.021, 1.03)), lambda: run(series=evaluation(1, 2, 3))],
     "leak": [lambda: run(record={"ledger": {"eval": {"rows_read": 50, "leaked": {"rows": 1, "first": None}}}})],
     "rows-lost": [
         lambda: run(record={"ledger": {"train": ROWS | {"dropped": {"no_label": 51}}}}),
@@ -186,12 +207,20 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
     "evaluation-share": [
         lambda: run(record={"evaluation_seconds": 39.0}, series=evaluation(1.5, 1.4, 1.3)),
         lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5)),  # one evaluation cannot be rarer
+        lambda: resumed(config={"training": {"eval_steps": 80, "max_steps": 80}}),  # nor one at the end
     ],
     "not-finite": [lambda: run(loss=changed(losses(), {150: 1e30}))],
     "diverging": [
         lambda: run(loss=rising(1.18)),
         lambda: run(loss=losses(end=0.01, noise=0.003)),  # a floor of nearly zero
         lambda: run(loss=np.random.default_rng(4).normal(1, 0.3, 200).clip(0.1)),
+        lambda: run(series=CLIPPED),  # without harm
+        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]),
+                    series={"clipped": ([100, 200], [0.88, 0.88])}),
+        lambda: run(loss=np.append(0.4, np.random.default_rng(4).normal(1, 0.3, 199).clip(0.1))),  # an easy first batch
+        lambda: run(loss=np.full(40, 3.0), series=trained(1.0, 1.019)),
+        lambda: run(loss=np.full(40, 0.01), series=trained(0.01, 0.0199)),  # too small to matter
+        lambda: run(loss=np.full(40, 3.0), series=evaluation(1.5, 1.0, 1.19)),
     ],
     "spikes": [
         lambda: run(loss=changed(losses(), {90: 0.6})),  # a single one
@@ -203,19 +232,19 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(series={"gradient_norm": ([1, 2, 3], [0.0, 2e-8, 2e-8])}),
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.9, 200)),  # too noisy to tell
         lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 90)),  # too short
-        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200), series=evaluation(6.0, 5.99, 5.98)),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200), series=trained(6.0, 5.96)),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 14), series=trained(6.0, 5.99)),  # too short
+        lambda: run(series=trained(6.0, 5.99)),  # the training loss falls
+        lambda: run(loss=np.full(40, 0.01), series=trained(0.01, 0.01001)),  # nothing left to learn
     ],
-    "clipping": [
-        lambda: run(series=CLIPPED),  # without harm
-        lambda: run(loss=changed(losses(), {90: 0.5}), series=CLIPPED),  # a single spike
-        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}), series=CLIPPED),  # spikes, whose advice is better
-        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]),
-                    series={"clipped": ([100, 200], [0.88, 0.88])}),
+    "answers": [
+        lambda: run(record={"broken_answers_before": 0.0, "broken_answers_after": 0.49}),
+        lambda: run(record={"broken_answers_before": 0.8, "broken_answers_after": 0.8}),  # as the base model
     ],
     "overfitting": [
         lambda: run(series=evaluation(1.5, 1.0, 1.019, 1.019)),
         lambda: run(series=evaluation(1.5, 1.0, 1.5, 1.01)),
-        lambda: run(series=evaluation(1.5, 1.0, 1.5)),
+        lambda: run(series=evaluation(1.5, 1.0, 1.19)),
         lambda: run(loss=rising(9.0), series=evaluation(1.5, 1.0, 1.5, 2.0)),
     ],
     "leak": [
@@ -479,16 +508,56 @@ def test_a_hang_report_is_a_finding_until_training_goes_on(hang: dict[str, Any],
     assert [found.level for found in findings(replace(run(), hang=hang))] == ["note"]
 
 
-def test_the_verdict_is_one_sentence_with_two_numbers_and_a_confidence() -> None:
-    one = run(slow={1: {"forward": 0.5}})
-    sentence, confidence = verdict(one, findings(one))
-    assert sentence.startswith("rank 1 (host host0, GPU 1, NVIDIA H200) holds the others up: own work 1.48 s per step")
-    assert "33 % of each step lost" in sentence and confidence == "high"
-    healthy = run()
-    assert verdict(healthy, findings(healthy)) == (
-        "Nothing limits the run: exposed communication 2.0 %, data wait 1.0 %.",
+def halves(one: Run) -> list[tuple[str, str, str]]:
+    return [(half.level, str(half), half.confidence) for half in verdict(one, findings(one))]
+
+
+def test_the_verdict_has_two_halves_with_two_numbers_and_a_confidence() -> None:
+    good, slow = halves(run(slow={1: {"forward": 0.5}}, series=trained(3.0, 1.0)))
+    assert good == ("good", "Learning: held-out loss 3 -> 1.", "high")
+    assert slow[1].startswith("Speed: rank 1 (host host0, GPU 1, NVIDIA H200) holds the others up: own work 1.48 s per")
+    assert "33 % of each step lost" in slow[1] and slow[::2] == ("warning", "high")
+    ruined, fast = halves(run(loss=noisy(30, 20, 6, 5), series=trained(1.0, 5.0) | CLIPPED))
+    assert ruined == (
+        "warning",
+        "Learning: The run made the model worse: held-out loss 1 before training, 5 after training.",
         "high",
     )
+    assert fast == ("good", "Speed: nothing limits it: exposed communication 2.0 %, data wait 1.0 %.", "high")
+
+
+@pytest.mark.parametrize(
+    ("more", "level", "expected"),
+    [
+        ({}, "good", "training loss 2.371 -> 1.003; no held-out rows to check it on."),
+        ({"loss": [3.0] * 40}, "unknown", "training loss 3 -> 3, which is within its noise; no held-out rows."),
+        ({"loss": [3.0, 2.0]}, "unknown",
+         "2 logged losses, too few to judge (at least 15), and no held-out rows."),
+        ({"loss": [3.0, 2.9], "series": trained(3.0, 2.96)}, "unknown",
+         "held-out loss 3 -> 2.96; 2 logged losses, too few to judge (at least 15)."),
+        ({"loss": [3.0, 2.9], "series": trained(3.0, 2.9)}, "good", "held-out loss 3 -> 2.9."),
+        ({"series": trained(3.0, 3.01)}, "unknown", "held-out loss 3 -> 3.01; it did not fall."),
+        ({"record": {"status": "failed", "error": "Out of memory."}}, "warning",
+         "the run failed: Out of memory. No rule found a cause."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_is_not_green(more: dict[str, Any], level: str, expected: str) -> None:
+    assert halves(run(**more))[0][:2] == (level, f"Learning: {expected}")
+
+
+def test_the_speed_of_a_few_steps_is_not_judged() -> None:
+    starts, (line,) = synthetic.lines(count=1)
+    few = run(loss=[3.0] * 4, ranks=(starts, [line | {"step": 4, "steps": 4}]), record={"steps": 4})
+    assert halves(few)[1] == ("unknown", "Speed: 4 steps, too few to judge (at least 5).", "low")
+
+
+def test_of_several_held_out_sets_the_one_that_rose_is_named() -> None:
+    one = run()
+    tag = tags.tag("eval_loss")
+    for name, after in (("own", 1.0), ("general", 3.3)):
+        one.scalars[f"{tag} ({name})"] = events.of([0, 200], [3.0, after])
+    [found] = findings(one)
+    assert found.rule == "overfitting" and "The held-out loss (general) was lowest at step 0, 3" in found.evidence
 
 
 def test_what_spoils_the_result_comes_before_what_costs_time() -> None:
@@ -505,9 +574,15 @@ def test_shares_that_the_fixtures_calibrate_are_what_the_rules_compare() -> None
 def test_divergence_of_a_running_run() -> None:
     """What training.stop_on_divergence asks for at each record."""
     falling = [5.0 * 0.97**step + 0.5 for step in range(120)]
-    assert learning.divergence(falling) is None and learning.divergence(falling[:5]) is None
+    assert divergence(falling, []) is None and divergence(falling[:5], []) is None
     rising = [*falling, *(0.7 + 0.1 * step for step in range(60))]
-    assert "the lowest was 0." in str(learning.divergence(rising))
+    assert "the lowest was 0." in str(divergence(rising, []))
+    # Half of a ruined run: the loss falls again from where its first step brought it.
+    assert divergence(list(noisy(30, 20, 6, 5))[:40], []) == "loss 21.73, the lowest was 1 at step 1"
+    evaluations = [{"step": step, "loss": loss} for step, loss in ((0, 2.0), (20, 2.1))]
+    assert divergence([2.0] * 20, evaluations) == "held-out loss 2.1, 2 before training"
+    assert divergence([2.0] * 14, evaluations) is None and divergence(falling, evaluations) is None
+    assert divergence([2.0] * 20, [one | {"set": "general"} for one in evaluations]) is None
 
 
 def resumed(**record: Any) -> Run:

@@ -45,7 +45,8 @@ class Dashboard:
 
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
     hyperparameters: JsonObject = field(default_factory=dict)  # columns of the HPARAMS table
-    divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
+    # A sentence if a run with these losses of all steps, and these evaluations, diverges.
+    divergence: Callable[[list[float], list[JsonObject]], str | None] | None = None
     samples: Callable[[], SampleResult] | None = None  # answers of the current model; called on every rank
     include_rows: bool = True  # whether prompts and answers may be shown
 
@@ -276,7 +277,8 @@ class RunLogger(TrainerCallback):
         Raises:
             RunError: one of the record's `losses` is not finite.
         """
-        if self.dashboard.divergence is not None and (why := self.dashboard.divergence(self.run.losses)) is not None:
+        diverges = self.dashboard.divergence
+        if diverges is not None and (why := diverges(self.run.losses, self.run.evaluations)) is not None:
             self.diverged = f"The run diverges at step {step}: {why}."
             control.should_save = control.should_training_stop = True
         for number, loss in enumerate(losses, start=step - len(losses) + 1):

@@ -27,6 +27,8 @@ from finetune.text import counted
 
 MAX_NEW_TOKENS = 256
 CUT = " ... (cut)"  # after an answer that came to no end within its tokens
+REPEATED = 3  # times the same: three, as in Welleck et al. 2019, "Neural text generation with unlikelihood training"
+REPEATED_CHARACTERS = 20
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
 SCORE_NAME = re.compile(r"[\w .%@-]{1,40}", re.ASCII)  # in a tag of TensorBoard and in a key of logs
 RESERVED_NAMES = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "mean_token_accuracy", "entropy")
@@ -132,11 +134,32 @@ class SampleResult:
     scores: dict[str, float]
 
     @property
+    def broken(self) -> float:
+        """Share (0 to 1) of the answers that are empty or end in a repetition, though the right one is not."""
+        return sum(
+            is_broken(text) and not is_broken(right) for text, (*_, right) in zip(self.answers, self.shown, strict=True)
+        ) / len(self.answers)
+
+    @property
     def words(self) -> str:
         """The scores as a sentence that says how many answers they are of."""
         labels = {"exact_match": "exact match"}
         named = [f"{labels.get(name, name)} {value:.4g}" for name, value in self.scores.items()]
         return f"{', '.join(named)} ({counted(len(self.answers), 'answer')})"
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text has no letter or digit, or at least half of it, and REPEATED_CHARACTERS, are an ending that is the
+    same piece three times or more."""
+    text = " ".join(text.split())
+    if not any(one.isalnum() for one in text):
+        return True
+    least = max(REPEATED_CHARACTERS, len(text) // 2)
+    for size in range(1, len(text) // REPEATED + 1):
+        pieces = max(-(-least // size), REPEATED)
+        if pieces * size <= len(text) and text.endswith(text[len(text) - size :] * pieces):
+            return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -198,7 +199,7 @@ def print_stopped(checkpoint: Path, resume_with: str) -> None:
 
 
 def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> None:
-    """Print the results of a finished run.
+    """Print the results of a finished run, before its verdict.
 
     Args:
         prediction: how right the dry run's prediction was, as a sentence.
@@ -221,4 +222,20 @@ def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> 
     print_line("; ".join(parts) + ".")
     print_line(prediction)
     which = "run.json is" if results["final_files"] is None else "The model and run.json are"
-    print_line(f"{which} in {output_dir}. Charts and review: finetune dashboard {output_dir}")
+    print_line(f"{which} in {output_dir}.")
+
+
+def print_verdict(halves: list[str], change: str | None, output_dir: Path, *, saved: bool) -> None:
+    """Print the last lines of a run: how it went, and what to do next.
+
+    Args:
+        change: the advice, if the run has not learned what it should.
+        saved: whether there is a model to talk to.
+    """
+    for half in halves:
+        print_line(half, style="yellow" if change and half == halves[0] else None)
+    if change is not None:
+        print_line(f"Change: {change}. The evidence: finetune review {shlex.quote(str(output_dir))}")
+        return
+    talk = f"finetune chat {shlex.quote(str(output_dir))}. " if saved else ""
+    print_line(f"Next: {talk}Charts and review: finetune dashboard {shlex.quote(str(output_dir))}")

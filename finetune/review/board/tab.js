@@ -32,8 +32,10 @@ p { margin: 6px 0; max-width: 900px; overflow-wrap: anywhere; }
 details.run { border: 1px solid var(--line); border-radius: 6px; background: var(--panel); padding: 14px 18px; margin: 14px 0; }
 summary { cursor: pointer; }
 details.run > summary h2 { display: inline; }
-.verdict { font-size: 16px; margin: 10px 0; border-left: 4px solid var(--good); padding: 4px 12px; }
+.verdict { font-size: 16px; margin: 6px 0; border-left: 4px solid var(--good); padding: 4px 12px; }
 .verdict.warning { border-color: var(--warning); }
+.verdict.note { border-color: var(--note); }
+.verdict.unknown { border-color: var(--faint); }
 .finding { border-left: 4px solid var(--note); background: var(--note-back); padding: 8px 12px; margin: 8px 0; max-width: 900px; }
 .finding.warning { border-color: var(--warning); background: var(--warning-back); }
 .finding b { display: inline-block; }
@@ -67,6 +69,7 @@ table.runs { width: 100%; }
 table.runs td { height: 30px; padding: 0 10px 0 0; }
 .level.warning { color: var(--warning); }
 .level.note { color: var(--note); }
+.level.good { color: var(--good); }
 tr.off td { color: var(--faint); }
 tr.off td.one-line, tr.off td button { text-decoration: line-through; }
 td abbr { border: 0 !important; }
@@ -389,10 +392,16 @@ function explanation(parent, rule, {question, parts}) {
   make(fold, "p", {class: "faint"}, `In a terminal: finetune review --explain ${rule}.`);
 }
 
+/** Whether it learns, and what limits its speed; one sentence of a run that could not be reviewed. */
+const halves = (run) => run.halves ?? [{name: "Review", sentence: run.verdict, level: "warning"}];
+
 function verdict(parent, run) {
-  const warns = (run.findings ?? []).some(({level}) => level === "warning");
-  const line = make(parent, "p", {class: warns ? "verdict warning" : "verdict", "data-panel": "verdict"}, plain(run.verdict));
-  if (run.confidence) make(line, "span", {class: "faint"}, ` Confidence: ${run.confidence}.`);
+  for (const {name, sentence, level, confidence} of halves(run)) {
+    const line = make(parent, "p", {class: `verdict ${level}`, "data-panel": "verdict"});
+    make(line, "b", {}, `${name}: `);
+    line.append(plain(sentence));
+    if (confidence) make(line, "span", {class: "faint"}, ` Confidence: ${confidence}.`);
+  }
 }
 
 function learning(parent, run) {
@@ -493,7 +502,7 @@ function compare(parent, review, boxes) {
   const grid = make(scrolling(section, "Runs"), "table", {class: "runs"});
   const head = [{name: "run", label: "run", about: "Ticked runs are in the charts. The name opens what was found."},
     ...(models.size > 1 ? [{name: "model", label: "model", about: "The end of its name or path. Losses of different models cannot be compared."}] : []),
-    {name: "verdict", label: "verdict", about: "What limits the run, and what to do first about the most severe finding. Point at it to read it whole, or open the run."},
+    {name: "verdict", label: "verdict", about: "Whether the run learns and what limits its speed, and what to do first about the most severe finding. Point at it to read it whole, or open the run."},
     ...columns.map((name) => ({name, label: SHORT[name] ?? names[name]?.label ?? words(name), about: `${SHORT[name] ? `${names[name]?.label}: ` : ""}${names[name]?.meaning ?? ""}`}))];
   const first = make(make(grid, "thead"), "tr");
   const heads = head.map(({name, label, about: title}) => {
@@ -522,12 +531,13 @@ function compare(parent, review, boxes) {
       arrange();
       boxes[k].scrollIntoView();
     });
-    const level = run.findings?.[0]?.level;
     if (models.size > 1) named(value(run, "model"))(make(line, "td", {class: "name"}));
     const limit = make(line, "td", {class: "one-line"});
-    const sentence = make(limit, "div", {title: plain(run.verdict)});
-    if (level) make(sentence, "b", {class: `level ${level}`}, `${level}: `);
-    sentence.append(plain(run.verdict));
+    for (const {name, sentence, level} of halves(run)) {
+      const half = make(limit, "div", {title: plain(`${name}: ${sentence}`)});
+      make(half, "b", {class: `level ${level}`}, `${name}: `);
+      half.append(plain(sentence));
+    }
     if (run.change_first) make(limit, "div", {class: "first", title: plain(run.change_first)}, `Change first: ${plain(run.change_first)}`);
     for (const name of columns) {
       const cell = make(line, "td"), one = run.metrics?.[name];

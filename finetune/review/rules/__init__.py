@@ -13,18 +13,21 @@ from finetune.review.finding import Explanation, Rule
 from finetune.review.rules import data, hang, learning, memory, ranks, routing, speed, straggler
 from finetune.runtime import files
 
-RULES: dict[str, Rule] = {
-    "hang": hang.check,
+# The two halves of the verdict: what the run does to the model, and where its time goes.
+LEARNING: dict[str, Rule] = {
     "not-finite": learning.not_finite,
     "diverging": learning.diverging,
     "frozen": learning.frozen,
+    "answers": learning.answers,
     "spikes": learning.spikes,
-    "clipping": learning.clipping,
     "updates-lost": learning.updates_lost,
     "collapsed-routing": routing.collapsed,
     "overfitting": learning.overfitting,
     "leak": data.leak,
     "rows-lost": data.rows_lost,
+}
+SPEED: dict[str, Rule] = {
+    "hang": hang.check,
     "straggler": straggler.check,
     "data-wait": speed.data_wait,
     "communication": ranks.communication,
@@ -36,6 +39,7 @@ RULES: dict[str, Rule] = {
     "memory-near-limit": memory.near_limit,
     "throttling": ranks.throttling,
 }
+RULES = LEARNING | SPEED
 
 
 @functools.cache

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from finetune.review import events
 from finetune.review.events import Series
 from finetune.review.finding import Finding, number, percent
 from finetune.review.finding import steps as named
 from finetune.review.rules import curve
 from finetune.review.run import Run
+from finetune.runtime import tags
 from finetune.text import counted
 
 FEWEST = 15  # losses, for a statement about their course
@@ -21,6 +23,14 @@ RISE = 1.2  # last tenth by the least running median; calibrated
 RISE_NOISE = 2.0  # standard deviations of a single loss
 RISE_ERRORS = 5.0  # standard errors of the two medians, which matter in short runs: the least is the least of many
 RISE_OF_FALL = 0.02  # of the fall from the first losses to the least: a floor of nearly zero doubles by chance
+HELD_OUT = 1.02  # held-out loss after training by the one before, or by its least at two evaluations; calibrated
+HELD_OUT_NATS = 0.01  # and by so much: 1 % of the perplexity. House rule
+HELD_OUT_LAST = 2  # evaluations in a row; of a single one, which may be a bad moment, RISE is needed
+MOVED = 0.005  # of the held-out loss; calibrated, from the other side
+KNOWN = 0.05  # nats: a held-out loss below has nothing left to fall by
+USUAL_RATES = {True: "1e-5 to 5e-5", False: "1e-4 to 5e-4"}  # by full_finetuning: about the defaults of `finetune init`
+LOW_RATES = {True: 1e-5, False: 1e-4}
+ANSWERS = 0.5  # of the answers to held-out prompts: more are broken than not. House rule
 SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
 SPIKE_TAIL = 3.0  # plus ln(n): the noise of small batches has an exponential tail, in which n losses reach ln(n)
 SPIKE_HEIGHT = 0.10  # of the trend
@@ -32,12 +42,8 @@ FROZEN_STEPS = 100
 FROZEN_ERROR = 0.001  # of the loss: only if its noise would have shown a fall of 0.3 %
 FROZEN_EVALUATION = 1e-5  # relative change of the evaluation loss, which has no sampling noise
 CLIPPED = 0.90  # of the steps after warm-up; calibrated
-CLIPPED_RISE = 1.05  # last tenth by the least running median; from RISE on, the run diverges
-CLIPPED_STEPS = 50
-CLIPPED_FAR = 10.0  # gradient norm by max_grad_norm: then clipping, not single rows, shapes the run
+CLIPPED_RISE = 1.05  # instead of RISE if so many are clipped
 UNCHANGED = 0.20  # of the trained weights; calibrated, and the least that is worth a warning
-OVERFIT = 1.02  # evaluation loss by its minimum; calibrated
-OVERFIT_LAST = 2  # evaluations in a row
 
 
 def losses(run: Run) -> Series:
@@ -101,14 +107,87 @@ def rise(run: Run) -> Rise | None:
     return rise_of(series.steps, series.values)
 
 
-def divergence(values: Sequence[float]) -> str | None:
-    """Whether a run with these losses of all its steps diverges by the rule below, as a sentence; for a run that is to
-    stop itself."""
+def divergence(values: Sequence[float], evaluations: Series) -> str | None:
+    """Whether a run with these losses of all its steps, and these held-out losses, diverges by the rule below, as a
+    sentence; for a run that is to stop itself."""
     kept = np.array([value for value in values if math.isfinite(value)])
-    found = rise_of(np.arange(1, len(kept) + 1), kept)
-    if found is None or not found.is_above(RISE):
+    found, held_out = rise_of(np.arange(1, len(kept) + 1), kept), rise_of_held_out(evaluations)
+    if found is not None and found.is_above(RISE):
+        return f"loss {number(found.last)}, the lowest was {number(found.least)} at step {found.least_step}"
+    if found is not None and held_out is not None and held_out.worse and not _fell(kept):
+        return f"held-out loss {number(held_out.last)}, {number(held_out.before or 0.0)} before training"
+    return None
+
+
+@dataclass(frozen=True)
+class HeldOutRise:
+    """How far the held-out loss has risen.
+
+    Attributes:
+        name: of the set, in parentheses; empty if there is one.
+        before: before training, if that is recorded.
+    """
+
+    before: float | None
+    least: float
+    least_step: int
+    last: float
+    name: str = ""
+
+    @property
+    def loss(self) -> str:
+        """What rose, in words."""
+        return f"held-out loss {self.name}".strip()
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is above the one before training."""
+        return self.before is not None and is_above_held_out(self.last, self.before)
+
+
+def is_above_held_out(loss: float, earlier: float, factor: float = HELD_OUT) -> bool:
+    """Whether a held-out loss is above an earlier one. The rows are the same, so there is no sampling noise."""
+    return loss > factor * earlier and loss - earlier >= HELD_OUT_NATS
+
+
+def held_out(run: Run) -> dict[str, Series]:
+    """The finite held-out losses by set, from step 0 on; the last one is that of the final model."""
+    tag = tags.BY_NAME["eval_loss"].tag
+    sets = {name.removeprefix(tag).strip(): run.scalars[name] for name in run.scalars if name.startswith(f"{tag} (")}
+    final, only = run.number("eval_loss_after"), run.series("eval_loss")
+    if final is not None and len(only):  # the best model may have been loaded
+        only = events.join(only, events.of([int(only.steps[-1])], [final], [float(only.times[-1])]))
+    return {name: one.finite() for name, one in ({"": only} | sets).items() if len(one.finite())}
+
+
+def held_out_rise(run: Run) -> HeldOutRise | None:
+    """The rise of the held-out loss; of several sets, of the one that rose most."""
+    found = [replace(one, name=name) for name, series in held_out(run).items() if (one := rise_of_held_out(series))]
+    return max(found, key=lambda one: one.last / max(one.least, 1e-12), default=None)
+
+
+def rise_of_held_out(series: Series) -> HeldOutRise | None:
+    """The rise, if there is one: from before training, over RISE in the last evaluation, or in the last two."""
+    values = series.values
+    if len(values) < 2:
         return None
-    return f"loss {number(found.last)}, the lowest was {number(found.least)} at step {found.least_step}"
+    place = int(values.argmin())
+    found = HeldOutRise(
+        before=float(values[0]) if series.steps[0] == 0 else None,
+        least=float(values[place]),
+        least_step=int(series.steps[place]),
+        last=float(values[-1]),
+    )
+    earlier = values[:-HELD_OUT_LAST]
+    lasting = len(earlier) > 0 and is_above_held_out(float(values[-HELD_OUT_LAST:].min()), float(earlier.min()))
+    return found if found.worse or lasting or is_above_held_out(found.last, found.least, RISE) else None
+
+
+def _fell(values: np.ndarray) -> bool:
+    """Whether the last losses are below the first: below the very first one as well, the only one of the untrained
+    model."""
+    end = max(3, len(values) // 10)
+    return len(values) > 1 and float(np.median(values[-end:])) < min(float(values[0]), float(np.median(values[:3])))
 
 
 def rise_of(steps: np.ndarray, values: np.ndarray) -> Rise | None:
@@ -119,39 +198,75 @@ def rise_of(steps: np.ndarray, values: np.ndarray) -> Rise | None:
     end = max(3, len(values) // 10)
     medians = curve.window_medians(values, width)
     place = int(medians.argmin())
-    noise = curve.noise(values)
+    least, last, noise = float(medians[place]), float(np.median(values[-end:])), curve.noise(values)
+    if values[0] < least and _is_far_above_first(values, end):
+        return Rise(float(values[0]), int(steps[0]), last, noise, error=0.0, fall=0.0)
     return Rise(
-        least=float(medians[place]),
+        least=least,
         least_step=int(steps[min(place + width // 2, len(values) - 1)]),
-        last=float(np.median(values[-end:])),
+        last=last,
         noise=noise,
         error=noise * 1.2533 * math.sqrt(1 / width + 1 / end),
-        fall=max(float(np.median(values[:3])) - float(medians[place]), 0.0),
+        fall=max(float(np.median(values[:3])) - least, 0.0),
     )
 
 
-def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """The median loss of the last tenth is above 1.2 times the least running median, by at least twice the noise
-    (1.4826 MAD) and 2 % of the fall before. Calibrated."""
+def _is_far_above_first(values: np.ndarray, end: int) -> bool:
+    """Whether the last losses are above the very first. A rate that is far too high ruins the model within a step or
+    two, and then no other is left to compare with. Of logarithms, since a ruined loss has a large noise."""
+    logs = np.log(np.maximum(values, 1e-12))
+    height = float(np.median(logs[-end:]) - logs[0])
+    return height > max(math.log(RISE), RISE_ERRORS * curve.noise(logs) * math.sqrt(1 + 1.2533**2 / end))
+
+
+def rises(run: Run) -> bool:
+    """Whether the training loss rises. Clipping hides how far: the steps of a run whose gradients are all clipped have
+    one length."""
     found = rise(run)
-    if found is None or not found.is_above(RISE):
+    return found is not None and found.is_above(CLIPPED_RISE if (clipped_share(run) or 0.0) >= CLIPPED else RISE)
+
+
+def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The held-out loss rises, to 1.02 times the one before training or its least, and the training loss does not fall;
+    or the median training loss of the last tenth is above 1.2 times the least running median or the first loss (1.05
+    times if 90 % of the steps after warm-up are clipped), by at least twice the noise (1.4826 MAD) and 2 % of the fall
+    before. Calibrated."""
+    up, found, held = rises(run), rise(run), held_out_rise(run)
+    if not up and (held is None or overfitting(run) is not None):
         return None
-    height = found.last - found.least
-    checkpoint = checkpoint_before(run, found.least_step)
-    total = run.steps or found.least_step
+    sentences, step = [], 0
+    headline, figures = "The run diverges: its loss rises", ("", "")
+    if up and found is not None:
+        step = found.least_step
+        figures = (f"loss {number(found.last)} at the end", f"{number(found.least)} at step {step}")
+        sentences.append(
+            f"Median loss of the last tenth {number(found.last)}: {number(found.last / max(found.least, 1e-12))} times "
+            f"the lowest, {number(found.least)} at step {step} (threshold {RISE}); noise {number(found.noise)}."
+        )
+    if held is not None:
+        step, loss = held.least_step, held.loss
+        then = "before training" if held.worse else f"at step {step}"
+        was = (held.before or 0.0) if held.worse else held.least
+        headline = "The run made the model worse" if held.worse else "The run diverges: its held-out loss rises"
+        figures = (f"{loss} {number(was)} {then}", f"{number(held.last)} after training")
+        sentences.append(f"The {loss} was {number(was)} {then}, and is {number(held.last)} (threshold {HELD_OUT}).")
+    if (clipped := clipped_share(run)) is not None and clipped >= CLIPPED:
+        sentences.append(f"{percent(clipped)} of the steps are clipped.")
+    if (broken := run.number("broken_answers_after")) is not None and broken >= ANSWERS:
+        sentences.append(f"{percent(broken)} of the answers are empty or repeat themselves.")
+    checkpoint = checkpoint_before(run, step) if step else None
+    total = run.steps or step
     return Finding(
         rule="diverging",
-        headline="The run diverges: its loss rises",
-        figures=(f"loss {number(found.last)} at the end", f"{number(found.least)} at step {found.least_step}"),
-        evidence=f"Median loss of the last tenth {number(found.last)}: {found.last / max(found.least, 1e-12):.2f} "
-        f"times the lowest, {number(found.least)} at step {found.least_step} (threshold {RISE}); noise "
-        f"{number(found.noise)}.",
-        advice=f"{lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
+        headline=headline,
+        figures=figures,
+        evidence=" ".join(sentences),
+        advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); training.warmup_steps: {max(total // 20, 10)}"
         + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
-        gain=f"{number(height)} nats lower loss, and the {counted(total - found.least_step, 'step')} since",
-        lost=(total - found.least_step) / max(total, 1),
-        confidence="high" if height >= 4 * found.noise else "medium",
-        charts=("loss", "gradient_norm", "learning_rate"),
+        gain=f"a model that is better than before training, and the {counted(total - step, 'step')} since step {step}",
+        lost=(total - step) / max(total, 1),
+        confidence="high" if held is not None or (found and found.last - found.least >= 4 * found.noise) else "medium",
+        charts=("loss", "eval_loss", "gradient_norm", "learning_rate"),
     )
 
 
@@ -181,7 +296,7 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Two or more losses with a modified Z-score above 7 against the trend: the dual-GPU study's 3.5, doubled because
     a run has thousands of points; each at least 10 % above the trend, and beyond the tail of the noise."""
     found, score = spike_steps(run)
-    if len(found) < SPIKES or diverging(run) is not None or _clipped_far(run):
+    if len(found) < SPIKES or diverging(run) is not None:
         return None
     total, most = max(len(losses(run)), 1), _max_norm(run)
     return Finding(
@@ -201,17 +316,30 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """The gradient norm is below 1e-8, or the loss stays within its noise over the whole run while the learning rate
-    is above 0, by definition. The evaluation loss has no noise and decides if there are two; the noise of the training
-    loss must be small enough to have shown a fall of 0.3 %."""
+    is above 0, by definition. The evaluation loss has no noise and decides if there are two: neither it has moved by
+    0.5 % nor has the training loss fallen. Else the noise of the training loss must be small enough to have shown a
+    fall of 0.3 %."""
     norms = run.series("gradient_norm").finite()
     rates = run.series("learning_rate").finite()
     trains = not len(rates) or float(rates.values.max()) > 0
     series = losses(run)
     figures: tuple[str, str] | None = None
+    headline, rate = "The weights do not train", float(rates.values.max()) if len(rates) else None
+    advice = (
+        "check what trains: lora.target_modules, lora.modules_to_save and the loss mask (`finetune prepare` shows one "
+        "row with its supervised tokens)"
+    )
     if trains and len(norms) >= 3 and float(np.median(norms.values)) < FROZEN_NORM:
         figures = (f"gradient norm {number(float(np.median(norms.values)))}", f"threshold {FROZEN_NORM:g}")
-    elif trains and (same := _same_evaluations(run)) is not None:
-        figures = (f"evaluation loss {same[0]:.6g} before and after", f"relative change {same[1]:.1g}")
+    elif trains and (held := _unmoved(run)) is not None:
+        figures = (
+            f"held-out loss {held[0]:.6g} before training, {held[1]:.6g} after",
+            f"change {percent(held[1] / held[0] - 1)}",
+        )
+        if abs(held[1] - held[0]) > FROZEN_EVALUATION * held[0]:
+            full = run.at("config.model.full_finetuning") is True
+            more = f", more steps, or {advice}" if rate is None or rate >= LOW_RATES[full] else ""
+            headline, advice = "The model did not learn", f"a higher training.learning_rate ({usual_rates(run)}){more}"
     elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and len(run.series("eval_loss").finite()) < 2:
         fall = curve.level(series.values, 0, 0.25) - curve.level(series.values, 0.75, 1)
         figures = (f"loss fell by {number(fall)}", f"noise {number(curve.noise(series.values))}")
@@ -219,12 +347,11 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     return Finding(
         rule="frozen",
-        headline="The weights do not train",
+        headline=headline,
         figures=figures,
         evidence=f"{figures[0]}, {figures[1]}, over {len(series)} losses at a learning rate of up to "
-        f"{number(float(rates.values.max())) if len(rates) else 'not recorded'}.",
-        advice="check what trains: lora.target_modules, lora.modules_to_save and the loss mask (`finetune prepare` "
-        "shows one row with its supervised tokens)",
+        f"{'not recorded' if rate is None else number(rate)}.",
+        advice=advice,
         gain=f"{counted(run.steps or len(series), 'step')} that train",
         lost=1.0,
         confidence="medium" if "fell" in figures[0] else "high",
@@ -240,13 +367,37 @@ def _flat(values: np.ndarray) -> bool:
     return usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
 
 
-def _same_evaluations(run: Run) -> tuple[float, float] | None:
-    """The evaluation loss and its relative change, if it did not change over the run."""
-    values = run.series("eval_loss").finite().values
-    if len(values) < 2 or float(values.min()) <= 0:
+def _unmoved(run: Run) -> tuple[float, float] | None:
+    """The held-out loss before and after training, if it did not change; or hardly, while the training loss did not
+    fall."""
+    series, values = held_out(run).get("", events.empty()).values, losses(run).values
+    if len(series) < 2 or series[0] <= 0:
         return None
-    change = float(values.max() - values.min()) / float(np.median(values))
-    return (float(values[-1]), change) if change <= FROZEN_EVALUATION else None
+    first, last = float(series[0]), float(series[-1])
+    if float(series.max() - series.min()) <= FROZEN_EVALUATION * first:
+        return first, last
+    hardly = len(values) >= FEWEST and first >= KNOWN and abs(last - first) <= MOVED * first
+    fall = curve.level(values, 0, 0.25) - curve.level(values, 0.75, 1) if hardly else math.inf
+    return (first, last) if fall <= 2 * curve.error_of_difference(values, 0.25) else None
+
+
+def answers(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """At least half of the answers to held-out prompts are empty or repeat themselves at the end, and more than before
+    training, though the run does not diverge. House rule."""
+    share, before = run.number("broken_answers_after"), run.number("broken_answers_before") or 0.0
+    if share is None or share < ANSWERS or share <= before or diverging(run) is not None:
+        return None
+    return Finding(
+        rule="answers",
+        headline="The answers are empty or repeat themselves",
+        figures=(f"{percent(share)} of the answers after training", f"{percent(before)} before"),
+        evidence=f"{percent(share)} of {run.at('answers_scored')} answers to held-out prompts are empty or end in a "
+        f"repetition (threshold {percent(ANSWERS)}); {percent(before)} before training.",
+        advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); `finetune prepare` shows whether the rows teach the "
+        "end of an answer",
+        gain=f"up to {percent(share - before)} more answers that can be read",
+        charts=("loss", "eval_loss"),
+    )
 
 
 def clipped_share(run: Run) -> float | None:
@@ -257,34 +408,6 @@ def clipped_share(run: Run) -> float | None:
         return float(np.mean((later if len(later) else series).values))
     norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
     return float(np.mean(norms.values > most)) if len(norms) and most else None
-
-
-def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """At least 90 % of the steps after warm-up are clipped, and the loss has spikes or rises. Calibrated. `diverging`
-    has precedence, and `spikes` as well unless gradients are ten times max_grad_norm."""
-    share = clipped_share(run)
-    if share is None or share < CLIPPED or diverging(run) is not None or spikes(run) is not None:
-        return None
-    found, (spiky, _) = rise(run), spike_steps(run)
-    rises = found is not None and len(losses(run)) >= CLIPPED_STEPS and found.is_above(CLIPPED_RISE)
-    if len(spiky) < SPIKES and not rises:
-        return None
-    norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
-    usual = float(np.median(norms.values)) if len(norms) else math.nan
-    height = number(found.last - found.least) if found is not None else "0"
-    course = f"spikes at {named(spiky)}" if len(spiky) >= SPIKES else f"the loss rose by {height}"
-    return Finding(
-        rule="clipping",
-        headline="Nearly all gradients are clipped",
-        figures=(f"{percent(share)} of the steps", course),
-        evidence=f"{percent(share)} of the steps after warm-up are clipped (threshold {percent(CLIPPED)}): median "
-        f"gradient norm {number(usual)}, training.max_grad_norm {number(most) if most else 'not recorded'}; {course}.",
-        advice=f"{lower_rate(run)}"
-        + (f"; training.max_grad_norm: {number(2 * usual)}" if math.isfinite(usual) else ""),
-        gain=f"{percent(share)} of the steps keep the size of their gradient",
-        confidence="medium",
-        charts=("clipped", "gradient_norm", "loss"),
-    )
 
 
 def unchanged(run: Run) -> float | None:
@@ -317,41 +440,29 @@ def updates_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 
 def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """At the last two evaluations the loss is at least 1.02 times its minimum, while the training loss falls.
-    Calibrated."""
-    found = overfit(run)
-    if found is None or found < OVERFIT - 1:
+    """The held-out loss rises as in `diverging`, while the training loss falls. Calibrated."""
+    found, training = held_out_rise(run), losses(run)
+    if found is None or rises(run):
         return None
-    series = run.series("eval_loss").finite()
-    place = int(series.values.argmin())
-    least, best = float(series.values[place]), int(series.steps[place])
-    training = losses(run)
+    least, best, end = found.least, found.least_step, found.last
     then, now = _loss_around(training, best), _loss_around(training, int(training.steps[-1]) if len(training) else 0)
-    if then is None or now is None or now >= then:
+    if then is None or now is None or now >= then or (found.worse and not _fell(training.values)):
         return None
-    total = run.steps or int(series.steps[-1])
+    total = run.steps or int(training.steps[-1])
     checkpoint = checkpoint_before(run, best)
-    end = float(series.values[-1])
     return Finding(
         rule="overfitting",
         headline=f"The model overfits from step {best} on",
-        figures=(f"evaluation loss {number(end)} at the end", f"{number(least)} at step {best}"),
-        evidence=f"The evaluation loss was lowest at step {best}, {number(least)}, and is {end / least:.2f} times that "
-        f"(threshold {OVERFIT}), while the training loss fell from {number(then)} to {number(now)}.",
+        figures=(f"held-out loss {number(end)} at the end", f"{number(least)} at step {best}"),
+        evidence=f"The {found.loss} was lowest at step {best}, {number(least)}, and is "
+        f"{end / max(least, 1e-12):.2f} times that (threshold {HELD_OUT}), while the training loss fell from "
+        f"{number(then)} to {number(now)}.",
         advice=f"training.max_steps: {max(best, 1)}" + (f"; use {checkpoint}" if checkpoint else "; save_steps there"),
-        gain=f"{percent(1 - least / end)} lower evaluation loss, {counted(total - best, 'step')} saved",
+        gain=f"{percent(1 - least / end)} lower held-out loss, {counted(total - best, 'step')} saved",
         lost=(total - best) / max(total, 1),
         confidence="high" if end >= 1.05 * least else "medium",
         charts=("eval_loss", "loss"),
     )
-
-
-def overfit(run: Run) -> float | None:
-    """How far the last evaluations all are above the least one before them, as a share of it."""
-    values = run.series("eval_loss").finite().values
-    if len(values) <= OVERFIT_LAST or float(values.min()) <= 0:
-        return None
-    return max(float(values[-OVERFIT_LAST:].min()) / float(values[:-OVERFIT_LAST].min()) - 1, 0.0)
 
 
 def _loss_around(series: Series, step: int) -> float | None:
@@ -359,14 +470,6 @@ def _loss_around(series: Series, step: int) -> float | None:
     before = series.values[series.steps <= step]
     width = max(5, len(series) // 10)
     return float(np.median(before[-width:])) if len(before) else (series.values[0] if len(series) else None)
-
-
-def _clipped_far(run: Run) -> bool:
-    """Whether nearly all gradients are clipped, and by a factor that single rows do not explain."""
-    share, most = clipped_share(run), _max_norm(run)
-    norms = run.series("gradient_norm").finite().after(_warm_up(run))
-    far = bool(most) and len(norms) > 0 and float(np.median(norms.values)) >= CLIPPED_FAR * (most or 1.0)
-    return far and share is not None and share >= CLIPPED
 
 
 def _warm_up(run: Run) -> int:
@@ -391,6 +494,13 @@ def lower_rate(run: Run) -> str:
         rates = run.series("learning_rate").finite()
         rate = float(rates.values.max()) if len(rates) else None
     return f"training.learning_rate: {rate / 3:.2g}" if rate else "a third of the learning rate"
+
+
+def usual_rates(run: Run) -> str:
+    """The range of learning rates to try."""
+    full, lora = (f"{USUAL_RATES[one]} for {name}" for one, name in ((True, "full fine-tuning"), (False, "LoRA")))
+    known = run.at("config.model.full_finetuning")
+    return f"usual: {full if known is True else lora if known is False else f'{full}, {lora}'}"
 
 
 def checkpoint_before(run: Run, step: int) -> str | None:

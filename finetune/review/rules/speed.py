@@ -156,7 +156,9 @@ def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     spent, whole = timing.evaluation_seconds(run)
     start = timing.session_start(run)
     session = f" Counted since step {start}, where the run was resumed." if start else ""
-    advice, gain = _rarer(run, share, whole)
+    if (rarer := _rarer(run, share, whole)) is None:
+        return None
+    advice, gain = rarer
     return Finding(
         rule="evaluation-share",
         headline="Evaluation and saving take a large part of the time",
@@ -171,8 +173,9 @@ def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
-def _rarer(run: Run, share: float, whole: float) -> tuple[str, str]:
-    """The setting that makes the longer of evaluation and saving rarer, and what that saves of the wall time.
+def _rarer(run: Run, share: float, whole: float) -> tuple[str, str] | None:
+    """The setting that makes the longer of evaluation and saving rarer, and what that saves of the wall time; None if
+    it happens once.
 
     Args:
         share: of the wall time that both take.
@@ -188,6 +191,8 @@ def _rarer(run: Run, share: float, whole: float) -> tuple[str, str]:
     every = count(run.at(f"config.training.{key}"))
     if not every:
         return f"a larger training.{key}{fewer_rows}", f"half as often: {percent(-part / 2)} wall time"
-    rarer = max(min(RARER * every, run.steps or RARER * every), every + 1)
+    rarer = min(RARER * every, run.steps or RARER * every)
+    if rarer <= every:
+        return None
     gain = f"every {rarer} steps instead of every {every}: {percent(-part * (1 - every / rarer))} wall time"
     return f"training.{key}: {rarer}{fewer_rows}", gain

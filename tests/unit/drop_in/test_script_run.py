@@ -264,7 +264,7 @@ def test_a_script_ends_as_a_configured_run_does(
     training = dataclasses.replace(trainer.job.config.training, stop_on_divergence=True)
     config = dataclasses.replace(trainer.job.config, training=training)
     trainer.job = dataclasses.replace(trainer.job, config=config)
-    monkeypatch.setattr(review, "divergence", lambda losses: "loss 9" if len(losses) > 1 else None)
+    monkeypatch.setattr(review, "divergence", lambda losses, evaluations: "loss 9" if len(losses) > 1 else None)
     expected = {"memory": "per_device_train_batch_size to 2", "divergence": "The run diverges at step 2: loss 9"}[fault]
     with pytest.raises(RunError, match=expected):
         trainer.train()

@@ -16,6 +16,7 @@ from finetune.config import load
 from finetune.engine import record
 from finetune.engine.session import building
 from finetune.errors import RunError
+from finetune.review import conclusion, main
 from finetune.runtime import command
 from finetune.runtime.ranks import interrupt
 from tests.helpers import tiny
@@ -36,6 +37,27 @@ def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
 
 def run(arguments: list[str]) -> int:
     return command.run_guarded(lambda: train.run(load(arguments)))
+
+
+def test_the_last_lines_say_whether_it_learned(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate that ruins the model, and one that does not."""
+    out, lines = tmp_path / "out", []
+    arguments += ["--training.max_steps", "4", "--training.warmup_steps", "0", "--model.full_finetuning", "true"]
+    for more in (["--training.learning_rate", "3"], ["--training.learning_rate", "1e-2"]):
+        assert run([*arguments, *more, "--training.overwrite_output_dir", "true"]) == 0
+        lines.append(capsys.readouterr().out.replace("\n", " ").partition("run.json are in ")[2])
+        assert main([str(out), "--strict"]) == (1 if len(lines) == 1 else 0), capsys.readouterr().out
+        capsys.readouterr()
+    ruined, learned = lines
+    assert "Learning: The run made the model worse: held-out loss " in ruined and "Speed: 4 steps, too few" in ruined
+    assert "Change: training.learning_rate: 1 or lower (usual: 1e-5 to 5e-5 for full fine-tuning)" in ruined
+    assert ruined.endswith(f"The evidence: finetune review {out} ")
+    assert "Learning: held-out loss " in learned and "worse" not in learned
+    assert learned.endswith(f"Next: finetune chat {out}. Charts and review: finetune dashboard {out} ")
+    monkeypatch.setattr("finetune.review.assemble.review", lambda folders: 1 / 0)
+    assert conclusion(out) == (["The run could not be reviewed: ZeroDivisionError: division by zero"], None)
 
 
 def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

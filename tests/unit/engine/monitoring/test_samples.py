@@ -112,6 +112,31 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 # --- answers while training -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("", True),
+        (" \n", True),
+        (".......", True),
+        ("CLARA" * 15, True),
+        ("It is. I am a cat. I am a cat. I am a cat. I am a", True),
+        ("a" * 40, True),
+        ("42", False),
+        ("ha ha ha", False),  # short
+        ("He said no, no, no, no, no, no, no, and then he left the room.", False),  # it goes on
+        ("The list of the colors in the long row of his many houses: red, red, red, red, red", False),  # less than half
+        ("one two three four one two three four", False),  # twice
+        ("\u597d\u7684\u5427", False),
+    ],
+)
+def test_an_answer_is_broken_if_it_is_empty_or_repeats(text: str, broken: bool) -> None:
+    assert samples.is_broken(text) == broken
+    result = samples.SampleResult(answers=[text, "42"], shown=[("", text, "right"), ("", "42", "1")], scores={})
+    assert result.broken == broken / 2
+    same = samples.SampleResult(answers=[text], shown=[("", text, text)], scores={})
+    assert same.broken == 0  # as it should be
+
+
 def test_scores_are_in_tensorboard_in_the_terminal_in_run_json_and_in_the_log(
     run: Callable[..., int], code: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
