@@ -34,13 +34,13 @@ MOST = {
     "finetune/init": (540, 6),
     "finetune/measure": (3933, 19),
     "finetune/parity": (483, 5),
-    "finetune/review": (4411, 30),
+    "finetune/review": (4510, 30),
     "finetune/run": (532, 7),
     "finetune/runtime": (6148, 37),
     "patches": (1085, 17),
     "tests": (48554, 397),
 }
-TOTAL = (55349, 340)  # of the parts of finetune/ together
+TOTAL = (55580, 340)  # of the parts of finetune/ together
 KEYS = 98  # of the configuration
 
 OVER = (
