@@ -64,6 +64,7 @@ class Layouts:
     eval: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     attention: AttentionKernel
+    proof: str = ""  # that documents of a row are apart, if they share rows
     in_order: bool = False  # train the rows in this order, without shuffling
 
 
@@ -197,17 +198,18 @@ def lay_out_for(
     """
     from finetune.engine.model import load_arguments, packing
 
-    because = packing.why_not_packed(model, stack) if config.data.packing else "packing is off"
+    because, proof = None if config.data.packing else "packing is off", ""
     if context.size > 1:
-        packing.prepare_for_shared_rows(model, config, stack, context)
+        proof = packing.prepare_for_shared_rows(model, config, stack, context)
     elif because is None:
-        because = packing.prepare_for_packs(model, config, stack)
+        tried = packing.prepare_for_packs(model, config, stack)
+        because, proof = tried.leak, tried.proof
     length = config.data.row_length if because is None else None
     layout, dtype = lay_out_split(config, data, "train", length), load_arguments.resolve_dtype(config, stack)
     why = _why_torchs_kernel(config, stack)
     kernel = choose_attention(config.model.packed_attention, model, stack, layout, per_device, dtype, context, why)
     held_out = lay_out_eval(config, data, length if pack_eval else None)
-    return Layouts(train=layout, eval=held_out, unpacked_because=because, attention=kernel)
+    return Layouts(train=layout, eval=held_out, unpacked_because=because, proof=proof, attention=kernel)
 
 
 def lay_out_split(config: Config, data: Data, split: str, pack_length: int | None) -> Layout:
@@ -275,7 +277,7 @@ def choose_attention(
     Raises:
         UserError: a kernel is wanted that this run cannot use.
     """
-    from finetune.engine.kernels import attention, context_attention
+    from finetune.engine.kernels import attention, by_document, context_attention
 
     own = str(loaded.config.get_text_config()._attn_implementation)
     if stack.device == "cpu":
@@ -293,7 +295,7 @@ def choose_attention(
         documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
         found = context_attention.own_shapes(attention.shapes(loaded, lengths, dtype), context.size)
         return attention.choose(wanted, found, stack.torch_device, documents)
-    if own == context_attention.NAME:  # on a CPU
+    if own in (context_attention.NAME, by_document.NAME):  # on a CPU
         own = "sdpa"
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")

@@ -86,6 +86,7 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
             attention=asdict(job.attention),
+            packs={"packed": job.unpacked_because is None, "reason": job.unpacked_because or job.layouts.proof},
             layer_kernels=asdict(job.layer_kernels),
             master_weights=asdict(job.master_weights),
             parameters=job.size.parameters,

@@ -30,9 +30,8 @@ def main() -> int:
     from finetune.engine.model import packing
 
     model = models.load(config, stack, row_length=config.data.row_length)
-    reason = packing.why_not_packed(model, stack)
-    assert reason is None, reason
-    packing.prepare_for_packs(model, config, stack)
+    tried = packing.prepare_for_packs(model, config, stack)
+    assert tried.leak is None, tried.leak
     with torch.no_grad():  # an adapter starts at zero, so only one of its halves would get a gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -89,6 +88,7 @@ def main() -> int:
             "logits": float((logits - alone_logits).norm() / alone_logits.norm()),
             "gradient": float((packed - alone).norm() / alone.norm()),
             "ratio": float(packed.norm() / alone.norm()),
+            "proof": tried.proof,
             "patches": [verdict.name for verdict in stack.patches if verdict.applied],
         }
         sys.stdout.write(json.dumps(result) + "\n")

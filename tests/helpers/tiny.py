@@ -51,6 +51,34 @@ FURTHER: dict[str, dict[str, Any]] = {
     "Phimoe": {"num_local_experts": EXPERTS},
 }
 
+_DELTA_RULE: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+_DELTA_RULE |= {"linear_value_head_dim": 16, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+# Layers that carry a state: short convolutions, gated delta rules, Mamba 2 and 1, linear recurrences.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3_5Text": _DELTA_RULE,
+    "Qwen3Next": _DELTA_RULE
+    | {"num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "OlmoHybrid": _DELTA_RULE,
+    "GraniteMoeHybrid": _MAMBA_2
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": EXPERTS, "shared_intermediate_size": 16},
+    "Bamba": _MAMBA_2 | {"attn_layer_indices": [1]},
+    "FalconH1": _MAMBA_2 | {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "NemotronH": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
+    | {"ssm_state_size": 16, "n_groups": 1, "head_dim": 16, "chunk_size": 16},
+    "Zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "n_mamba_heads": 4, "chunk_size": 16}
+    | {"mamba_d_state": 16, "mamba_ngroups": 1, "mamba_headdim": 16, "num_mem_blocks": 1, "attention_head_dim": 32},
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "Mamba": {"state_size": 8},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "num_experts": EXPERTS}
+    | {"use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "RecurrentGemma": {"lru_width": 32, "attention_window_size": 64},
+    "Rwkv": {},
+    "MiniMax": {"num_local_experts": EXPERTS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    | {"block_size": 16},
+}
+
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
 _QWEN_VISION |= {"out_hidden_size": 32}
@@ -131,13 +159,17 @@ def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2
 
 def make_moe(family: str, **changes: Any) -> Any:
     """A mixture of experts of a family, with random weights."""
+    return make_text(family, (FAMILIES | FURTHER).get(family, {}) | changes, attn_implementation="eager")
+
+
+def make_text(family: str, shape: dict[str, Any], **how: Any) -> Any:
+    """A model of text of a family, with random weights."""
     import torch
     import transformers
 
-    shape = SMALL | (FAMILIES | FURTHER).get(family, {}) | changes
-    config = getattr(transformers, f"{family}Config")(**shape)
+    config = getattr(transformers, f"{family}Config")(**SMALL | shape)
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    return transformers.AutoModelForCausalLM.from_config(config, **how).train()
 
 
 def save_moe(family: str, folder: Path, **changes: Any) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from finetune.config import Config
 from finetune.data.packs import MAX_PADDING_SEGMENT
-from finetune.engine.kernels import attention, context_attention
+from finetune.engine.kernels import attention, by_document, context_attention
 from finetune.engine.model import positions, trial
 from finetune.engine.model.load_arguments import resolve_dtype
 from finetune.engine.sharding import shard
@@ -18,58 +19,84 @@ from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
 
-# Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
-_PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Models that Unsloth does not pack, beside multimodal ones: soft-capped attention that it cannot compile this way, and
-# attention sinks.
-_UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
 
-
-def why_not_packed(model: Model, stack: Stack) -> str | None:
-    """Why packed documents would attend to each other in this model; None if they do not."""
-    config = model.config
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
-    names = {type(module).__name__ for module in model.modules()}
-    recurrent += sorted(
-        name for name in names if any(part in name for part in ("Mamba", "GatedDelta", "Rwkv", "ShortConv"))
-    )
-    if recurrent:
-        return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
-    if stack.backend == "unsloth" and (config is not text or text.model_type in _UNSLOTH_DOES_NOT_PACK):
-        return f"Unsloth does not separate packed documents in {config.model_type}"
+def why_not_tried(model: Model) -> str | None:
+    """Why a model gets no packs, whatever its layers do with them; None if they are to be tried."""
     table = positions.limit(model)
     if table is not None and table < MAX_PADDING_SEGMENT:
-        return f"{text.model_type} has a table of {table} positions, fewer than the padding of a pack may take"
-    own = str(text._attn_implementation)
-    if own not in _PACKS:
-        return f"attention {own!r} is not known to separate packed documents"
-    forward = type(shard.base_model(model)).forward
-    if stack.backend == "transformers" and "position_ids" not in inspect.signature(forward).parameters:
-        return f"{text.model_type} takes no position ids, which say where a packed document begins"
+        name = model.config.get_text_config().model_type
+        return f"{name} has a table of {table} positions, fewer than the padding of a pack may take"
     return None
 
 
-def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
-    """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
-    an attention that the user has set. Every rank calls it.
-
-    Returns:
-        Why packed documents would attend to each other all the same; None if they do not.
+def prepare_for_packs(model: Model, config: Config, stack: Stack) -> trial.Separation:
+    """Try whether the documents of a pack are apart in a model, with the kernels that it trains with; where they are
+    not, compute what carries one into the next on each document alone. On a GPU, first enable variable-length attention
+    over packs, in Unsloth's layers and in transformers' own, which keep an attention that the user has set. Every rank
+    calls it.
     """
+    if (why := why_not_tried(model)) is not None:
+        return trial.Separation(leak=why)
+    dtype, own = resolve_dtype(config, stack), model.config._attn_implementation
+    if own == "flex_attention":
+        recurrent = [type(layer).__name__ for layer in by_document.recurrent_layers(model).values()]
+        why = f"{recurrent[0]} carries a state, and packs are not tried with flex_attention" if recurrent else None
+        return trial.Separation(
+            leak=why, proof="documents are apart in the mask of flex_attention, which was not tried"
+        )
+    if stack.device == "cuda":
+        _use_kernels(model, config, stack, dtype)
+    found = _tried(model, dtype, stack)
+    changes = [("", by_document.separate_positions), ("recurrent layers", by_document.separate_recurrent)]
+    if stack.backend == "transformers" and config.model.attn_implementation is None:
+        changes += [("", _use_masks), ("attention", by_document.separate_attention)]
+    separated = []
+    for what, change in changes:
+        if found.leak is not None and change(model):
+            separated += [what] * bool(what)
+            found = _tried(model, dtype, stack)
+    if separated and found.leak is None:
+        slower = f"{found.proof}; {' and '.join(separated)} run document by document, slower than a kernel for packs"
+        return replace(found, proof=slower)
+    return found
+
+
+def _use_masks(model: Model) -> bool:
+    """Leave the kernel for packs, where layers do not get the boundaries (Nemotron)."""
+    if packed := model.config._attn_implementation == attention.PACKED:
+        shard.base_model(model).set_attn_implementation("sdpa")
+    return packed
+
+
+def _tried(model: Model, dtype: torch.dtype, stack: Stack) -> trial.Separation:
+    """What all ranks have found: the first leak of one, if there is one. Every rank calls it."""
+    device = next(model.parameters()).device
+
+    def arguments(lengths: Sequence[int]) -> JsonObject:
+        tokens = torch.tensor(lengths, dtype=torch.int32)
+        found: JsonObject = {"position_ids": torch.cat([torch.arange(one) for one in lengths])[None].to(device)}
+        if stack.backend == "unsloth":
+            found["packed_seq_lengths"] = tokens
+        elif model.config._attn_implementation == attention.PACKED:
+            found |= attention.batch_arguments(tokens, device)
+        return found
+
+    try:
+        own = trial.separation(model, dtype, arguments)
+    except Exception as error:  # layers raise many types where they lose the boundaries
+        own = trial.Separation(leak=f"it fails on a pack: {type(error).__name__}: {str(error)[:200]}")
+    all_found = distributed.gather_objects(own)
+    name = model.config.get_text_config().model_type
+    leak = next((one.leak for one in all_found if one.leak is not None), None)
+    return own if leak is None else trial.Separation(leak=f"{leak} in {name}, which was tried")
+
+
+def _use_kernels(model: Model, config: Config, stack: Stack, dtype: torch.dtype) -> None:
+    """Enable the kernels of a GPU for packs."""
     if stack.backend == "transformers":
-        dtype = resolve_dtype(config, stack)
-        if model.config._attn_implementation == "flex_attention":
-            return None  # it would compile for the trial
-        if stack.device == "cuda" and config.model.attn_implementation is None:
-            if attention.use_for_packs(model, dtype) and _any_attends_across_documents(model, dtype):
-                shard.base_model(model).set_attn_implementation("sdpa")  # no layer gets the boundaries (Nemotron)
-        if model.config._attn_implementation != attention.PACKED and _any_attends_across_documents(model, dtype):
-            return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
-        return None
-    if stack.device != "cuda":
-        return None
+        if config.model.attn_implementation is None:
+            attention.use_for_packs(model, dtype)
+        return
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength
 
@@ -79,8 +106,7 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> str | None:
     if not chosen and not _has_unsloths_attention(model):
         # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
         # each step, which syncs three times. In full fine-tuning the call is part of a compiled block.
-        attention.use_for_packs(model, resolve_dtype(config, stack), compiles=False)
-    return None
+        attention.use_for_packs(model, dtype, compiles=False)
 
 
 def _has_unsloths_attention(model: Model) -> bool:
@@ -89,19 +115,27 @@ def _has_unsloths_attention(model: Model) -> bool:
     return any(layer.forward.__module__.startswith("unsloth.") for layer in layers)
 
 
-def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context: ContextGroup) -> None:
+def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context: ContextGroup) -> str:
     """Let the ranks of a group compute attention together. The documents of a micro-batch form one row.
+
+    Returns:
+        How it was tried that they are apart.
 
     Raises:
         UserError: this model cannot.
     """
-    why = why_not_packed(model, stack) or context_attention.why_not_shared(model, resolve_dtype(config, stack))
-    if why is not None:
-        raise UserError(_not_shared(why, context))
+    dtype = resolve_dtype(config, stack)
+    recurrent = [type(layer).__name__ for layer in by_document.recurrent_layers(model).values()]
+    why = f"{recurrent[0]} carries a state from each token to the next" if recurrent else None
+    why = why or context_attention.why_not_shared(model, dtype)
+    found = trial.Separation(leak=why) if why else prepare_for_packs(model, config, stack)
+    if found.leak is not None:
+        raise UserError(_not_shared(found.leak, context))
     context_attention.install(model, context)
-    if any(distributed.gather_objects(_depends_on_parts(model, resolve_dtype(config, stack), context))):
+    if any(distributed.gather_objects(_depends_on_parts(model, dtype, context))):
         why = f"{model.config.model_type} gives other logits for a part of a row than for all of it, which was tried"
         raise UserError(_not_shared(why, context))
+    return found.proof
 
 
 def _not_shared(why: str, context: ContextGroup) -> str:
@@ -133,30 +167,3 @@ def _depends_on_parts(model: Model, dtype: torch.dtype, context: ContextGroup) -
         },
     )
     return trial.differ(whole[own], part, dtype)
-
-
-def _any_attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
-    """Whether `_attends_across_documents` is true on any rank. Every rank calls it."""
-    return any(distributed.gather_objects(_attends_across_documents(model, dtype)))
-
-
-def _attends_across_documents(model: Model, dtype: torch.dtype) -> bool:
-    """Whether the logits of a packed document change with the document before it. Not every model of transformers
-    passes the position ids on to where the mask is made (OPT and BioGPT do not), or the boundaries to its layers.
-
-    Args:
-        dtype: that the run computes in.
-    """
-    device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
-    first, tokens = 8, 20
-    ids = torch.arange(tokens, device=device)[None] % vocabulary
-    other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
-    places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
-    given = {"position_ids": places}
-    if model.config._attn_implementation == attention.PACKED:
-        given |= attention.batch_arguments(torch.tensor([first, tokens - first], dtype=torch.int32), device)
-    try:
-        found, changed = trial.logits(model, dtype, *({"input_ids": one, **given} for one in (ids, other)))
-    except UserError:  # the layers lose the boundaries
-        return True
-    return trial.differ(found[first:], changed[first:], dtype)

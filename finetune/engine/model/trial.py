@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.engine.kernels.fused_lora import active_adapter
 from finetune.engine.model.loading import keep_4bit_layout
@@ -16,6 +18,7 @@ from finetune.runtime.types import JsonObject, Model
 SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 # Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
+DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
 @contextlib.contextmanager
@@ -40,12 +43,119 @@ def logits(model: Model, dtype: torch.dtype, *rows: JsonObject) -> list[torch.Te
         dtype: that the run computes in.
     """
     keep_4bit_layout(model)
-    further: JsonObject = {"use_cache": False}
-    if getattr(model.config, "output_router_logits", False):
-        further["output_router_logits"] = False  # else a load-balancing loss is computed, of the tokens of whole rows
     device = next(model.parameters()).device.type
     with evaluating(model), torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        return [model(**row, **further).logits[0].float() for row in rows]
+        return [model(**row, **_without_cache(model)).logits[0].float() for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """Whether the documents of a pack are apart in a model, as found by trying it."""
+
+    leak: str | None  # how one reaches another; None if none does
+    proof: str = ""
+
+
+def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[int]], JsonObject]) -> Separation:
+    """Try a pack of three documents as the model trains on it, without dropout: the first one is changed, by which the
+    outputs of the others must not move, and has no gradient from them, bit for bit. The second one has the outputs and
+    gradients that it has alone. Changing the third one, which none before it sees, measures the kernels' noise. Every
+    rank calls it.
+
+    Args:
+        dtype: that the run computes in.
+        arguments: what the model is called with beside the tokens, for documents of these lengths.
+    """
+    keep_4bit_layout(model)
+    embeddings = model.get_input_embeddings()
+    vocabulary, device = embeddings.weight.shape[0], next(model.parameters()).device
+    first, second, third = DOCUMENTS
+    ids = torch.arange(sum(DOCUMENTS), device=device)[None] % vocabulary
+    others, own = slice(first, None), slice(first, first + second)
+    packed = arguments(DOCUMENTS)
+
+    def changed(part: slice) -> torch.Tensor:
+        found = ids.clone()
+        found[:, part] = (found[:, part] + vocabulary // 2) % vocabulary
+        return found
+
+    def run(tokens: torch.Tensor, given: JsonObject, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return _outputs_and_gradients(model, dtype, tokens, given, part)
+
+    with _training_without_dropout(model):
+        outputs, gradients = run(ids, packed, others)
+        if bool(gradients[:first].any()):
+            return Separation(leak="the gradient of a packed document reaches the one before it")
+        moved = (run(changed(slice(0, first)), packed, others)[0] - outputs)[others].abs().max()
+        noise = (run(changed(slice(-third, None)), packed, others)[0] - outputs)[own].abs().max()
+        alone, alone_gradients = run(ids[:, own], {}, slice(None))
+    largest = outputs.abs().max()
+    rounding = IN_FLOAT32 / 100 if device.type == "cpu" and dtype == torch.float32 else IN_16_BITS / 5
+    if not moved <= max(4 * noise, rounding * largest):
+        return Separation(leak=f"a packed document changes the outputs of the next one by {moved / largest:.1e}")
+    if differ(alone, outputs[own], dtype):
+        return Separation(leak="a document has other outputs in a pack than alone")
+    if differ(alone_gradients, gradients[own], dtype):
+        return Separation(leak="a document has other gradients in a pack than alone")
+    exact = (
+        "bit for bit" if moved == 0 else f"within {moved / largest:.0e} (the kernels' noise is {noise / largest:.0e})"
+    )
+    return Separation(leak=None, proof=f"documents are apart {exact}")
+
+
+def _outputs_and_gradients(
+    model: Model, dtype: torch.dtype, ids: torch.Tensor, given: JsonObject, part: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a row, and the gradients of its embeddings from random weights on those of a `part` of its tokens:
+    float32 [tokens, vocabulary] and [tokens, width]."""
+    begun: list[torch.Tensor] = []
+
+    def begin(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        begun.append(output.detach().requires_grad_())
+        return begun[-1].clone()
+
+    torch.manual_seed(0)
+    hook = model.get_input_embeddings().register_forward_hook(begin)
+    try:
+        with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
+            found = model(input_ids=ids, **given, **_without_cache(model)).logits[0].float()
+    finally:
+        hook.remove()
+    weights = torch.randn(found.shape[1], generator=torch.Generator().manual_seed(0)).to(found.device)
+    (found[part] @ weights).sum().backward()
+    model.zero_grad()
+    return found.detach(), begun[0].grad[0].float()  # type: ignore[index]
+
+
+@contextlib.contextmanager
+def _training_without_dropout(model: Model) -> Iterator[None]:
+    """Context in which a model computes as in training, for its kernels depend on it, but without dropout. Random
+    numbers are drawn apart. Every rank enters it."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    model.train()
+    for module in modes:
+        if isinstance(module, nn.modules.dropout._DropoutNd) or _drops(module):
+            module.training = False
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        if shard.is_sharded(model):
+            shard.reshard(model)
+
+
+def _drops(module: nn.Module) -> bool:
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+
+
+def _without_cache(model: Model) -> JsonObject:
+    found: JsonObject = {"use_cache": False}
+    if getattr(model.config, "output_router_logits", False):
+        found["output_router_logits"] = False  # else a load-balancing loss is computed, of the tokens of whole rows
+    return found
 
 
 def differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:

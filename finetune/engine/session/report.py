@@ -67,6 +67,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         prefix = "warning: " if warned else ""
         text = f"{prefix}Rows are {'padded ' if shared == 1 else ''}documents, not packs: {job.unpacked_because}"
         print_line(text, style="yellow" if warned else None)
+    elif job.layouts.proof:
+        print_line(f"Packs: {job.layouts.proof}")
     if job.stack.device == "cuda" and (shared > 1 or not job.unpacked_because):
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":

@@ -207,7 +207,7 @@ def test_what_the_run_computes_in_decides_and_not_the_parameters(
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))  # float32, as beside 4-bit weights
     config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", *words], command="train")
     stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
-    assert prepare_for_packs(model, config, stack) is None
+    assert prepare_for_packs(model, config, stack).leak is None
     assert (model.config._attn_implementation == attention.PACKED) is packed
 
 
@@ -221,7 +221,7 @@ def test_a_model_whose_layers_do_not_get_the_boundaries_keeps_its_attention(monk
     model.set_attn_implementation("sdpa")
     config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16"])
     stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
-    assert prepare_for_packs(model, config, stack) is None
+    assert prepare_for_packs(model, config, stack).leak is None
     assert model.config._attn_implementation == "sdpa"
 
 
