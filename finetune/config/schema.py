@@ -344,7 +344,9 @@ class LoggingConfig:
         "Show text from your data in TensorBoard: sample answers, and one dropped row per reason.",
     )
     lines: bool = _setting(
-        False, "Keep the figures of past log entries on a terminal, as lines above the bar. A log file has them anyway."
+        False,
+        "Keep the figures of past log entries on a terminal, as lines above the bar; unless it is set, those of a run "
+        "of at most 100. A log file has them anyway.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Minimum severity of messages.")
 

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from finetune.measure.measurements import Measurement
     from finetune.measure.slices import Sharded
 
-FIELDS = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
+FIELDS = {
+    "step_seconds": "step time",
+    "peak_memory_gib": "peak memory",
+    "tokens_per_second_per_gpu": "tokens/s per device",
+}  # what is predicted, and what people call it
 
 
 def score(job: Job, results: JsonObject) -> JsonObject:
@@ -124,12 +128,11 @@ def write(writer: EventFile | None, prediction: JsonObject, step: int) -> None:
             writer.add_scalar(tag(f"prediction_error_{name}"), prediction[name]["error"], step)
 
 
-def sentence(prediction: JsonObject) -> str:
-    """The comparison as one sentence, for the end of a run."""
-    if prediction["reason"]:
-        return f"The prediction is not scored: {prediction['reason']}."
-    errors = [f"{name} {prediction[name]['error']:+.0%}" for name in FIELDS if prediction[name]["error"] is not None]
-    return f"Prediction against measurement: {', '.join(errors)}." if errors else "Too few steps to score a prediction."
+def sentence(prediction: JsonObject) -> str | None:
+    """The comparison as one sentence, for the end of a run; None without a prediction or a measurement."""
+    known = [(name, one["error"]) for name in FIELDS if (one := prediction[name]) and one["error"] is not None]
+    errors = ", ".join(f"{FIELDS[name]} {error:+.0%}".replace("%", " %") for name, error in known)
+    return f"Predicted by the dry run, against what was measured: {errors}." if errors else None
 
 
 def _not_scored(reason: str) -> JsonObject:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -125,7 +126,6 @@ def about(run: Run) -> JsonObject:
         "model_id": run.model_id,
         "data": _sources(run),
         "hardware": run.hardware,
-        "on_gpus": run.on_gpus,
         "world_size": run.world_size,
         "steps": run.steps,
         "resumed_at": run.resumed_at,
@@ -148,7 +148,7 @@ def _sources(run: Run) -> list[str]:
     return found + ([f"held out: {held_out}"] if held_out else [])
 
 
-def metrics(run: Run) -> dict[str, float | None]:
+def metrics(run: Run) -> dict[str, float]:
     """Typical values by `tags.Metric.name`: medians after the warm-up; of losses, tokens and memory the last or the
     largest value. What is not recorded is absent; a loss that ends not finite is NaN."""
     found: dict[str, float | None] = {}
@@ -168,10 +168,10 @@ def metrics(run: Run) -> dict[str, float | None]:
     found["gpu_utilization"] = speed.utilization(run)
     found["peak_of_rank"] = _largest(run, "peak_gib")
     found["reserved_of_rank"] = _largest(run, "reserved_gib")
+    parts = bars(run).values()
     for phase in tags.PHASES:
-        values = run.phase(phase)
-        if values.size and np.isfinite(values).any():
-            found[phase] = float(np.nanmedian(np.nanmean(values[np.isfinite(values).any(axis=1)], axis=1)))
+        if known := [one[phase] for one in parts if phase in one]:
+            found[phase] = fmean(known)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -200,15 +200,14 @@ def _largest(run: Run, name: str) -> float | None:
 def bars(run: Run) -> dict[str, dict[str, float]]:
     """By rank, the seconds of each phase of a typical step.
 
-    Medians do not add up: the phases are scaled so that their sum is the median step.
+    Medians do not add up: the phases are scaled so that their sum is the step time, which all ranks share.
     """
     found: dict[str, dict[str, float]] = {}
     for place, rank in enumerate(run.ranks.numbers if run.ranks is not None else []):
-        medians = {name: finite_median(run.phase(name)[:, place]) for name in ("step", *tags.PHASES)}
-        step = medians.pop("step")
+        medians = {name: finite_median(run.phase(name)[:, place]) for name in tags.PHASES}
         phases = {phase: median for phase, median in medians.items() if median is not None}
         total = sum(phases.values())
-        scale = step / total if step and total > 0 else 1.0
+        scale = run.step_seconds / total if run.step_seconds and total > 0 else 1.0
         if phases:
             found[str(rank)] = {phase: seconds * scale for phase, seconds in phases.items()}
     return found
@@ -329,7 +328,7 @@ def settings(run: Run) -> JsonObject:
 
 _RESOLVED = {
     "world size": "world_size",
-    "rows per GPU and pass": "batch.per_device",
+    "rows per device and pass": "batch.per_device",
     "accumulation": "batch.accumulation",
     "global batch size": "batch.global_batch_size",
     "backend": "backend",

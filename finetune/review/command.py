@@ -39,7 +39,7 @@ def own_options() -> Options:
     found.add("--html", path, "FILE", "also write one page that needs no server and no network")
     found.add("--explain", str, "RULE", "explain a rule, such as host-bound, and review nothing")
     found.add_switch("--strict", "exit with 1 if a finding is a warning")
-    slower = "exit with 1 if a run is slower than the first one by more: time per step, tokens/s per GPU"
+    slower = "exit with 1 if a run is slower than the first one by more: time per step, tokens/s per device"
     found.add("--max-slowdown", number, "PERCENT", slower)
     worse = "exit with 1 if a run's last loss or held-out loss is higher than the first one's by more"
     found.add("--max-loss-increase", number, "PERCENT", worse)

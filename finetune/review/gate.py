@@ -18,7 +18,7 @@ class Limits:
     """How much worse than the baseline a run may be, in percent of the baseline's figure; None: not judged.
 
     Attributes:
-        slowdown: more time per step, and fewer tokens/s per GPU.
+        slowdown: more time per step, and fewer tokens/s per device.
         loss_increase: more loss in the last step, and in the last evaluation if there is one.
     """
 

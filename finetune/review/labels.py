@@ -21,8 +21,6 @@ _LABELS = {
     "temperature_c": "temperature [C]",
 }
 _MEANINGS = {
-    "tokens_per_gpu": "Throughput per GPU, or per process on a CPU: tokens without padding, by the time of steps. "
-    "Evaluation and saving are not counted.",
     "hours": "Wall time of training, evaluation and saving included. Of a resumed run, the sum of its sessions.",
     "loss": "Mean training loss per supervised token: median of the last tenth of the logged steps.",
     "eval_loss": "Mean loss per supervised token of the held-out rows, at the last evaluation.",
@@ -44,23 +42,14 @@ def label(name: str) -> str:
     return tags.BY_NAME[name].tag.partition("/")[2].partition(" [")[0].removesuffix(" of rank {n}")
 
 
-def meaning(name: str) -> str:
-    """One or two sentences."""
-    return _MEANINGS.get(name) or tags.BY_NAME[name].meaning
-
-
-def described(device: str = "device") -> dict[str, dict[str, str]]:
-    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none.
-
-    Args:
-        device: what a rank computes on, as labels call it.
-    """
+def described() -> dict[str, dict[str, str]]:
+    """Label, unit and meaning of each metric and of each column of the table of ranks; "" where there is none."""
     units = {one.name: one.unit for one in tags.METRICS}
     return {
         name: {
-            "label": (label(name) if name in units else _LABELS.get(name, "")).replace("per device", f"per {device}"),
+            "label": label(name) if name in units else _LABELS.get(name, ""),
             "unit": units.get(name, ""),
-            "meaning": meaning(name) if name in units else _MEANINGS.get(name, ""),
+            "meaning": _MEANINGS.get(name) or (tags.BY_NAME[name].meaning if name in units else ""),
         }
         for name in units.keys() | _LABELS.keys() | _MEANINGS.keys()
     }

@@ -48,8 +48,7 @@ def content(review: JsonObject) -> JsonObject:
     """
     found = {finding["rule"] for run in review["runs"] for finding in run.get("findings", [])}
     rules = {name: asdict(one) for name, one in explanations().items() if name in found}
-    device = "GPU" if all(run.get("about", {}).get("on_gpus") for run in review["runs"]) else "device"
-    return _without_nan({**review, "phases": PHASES, "names": labels.described(device), "rules": rules})
+    return _without_nan({**review, "phases": PHASES, "names": labels.described(), "rules": rules})
 
 
 def html(review: JsonObject) -> str:

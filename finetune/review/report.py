@@ -118,23 +118,19 @@ def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
     for name in SHOWN:
         absent = NO_EVALUATION if name == "eval_loss" else NOT_RECORDED
         if name == "eval_loss" or any(name in one for one in values):
-            cells = [value_with_unit(name, one[name]) if name in one else absent for one in values]  # pyright: ignore[reportArgumentType]
-            rows.append([label(name), *cells])
+            cells = [value_with_unit(name, one[name]) if name in one else absent for one in values]
+            what = label(name) + (", last tenth" if name == "loss" else "")  # of the logged steps, their median
+            rows.append([what, *cells])
     return rows
 
 
 def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
     """A line per run with the metrics of SUMMARY."""
-    rows = []
-    for one in reviewed:
-        values = assemble.metrics(one.run)
-        rows.append(
-            [
-                one.name,
-                *("-" if (found := values.get(name)) is None else value_with_unit(name, found) for name in SUMMARY),
-            ]
-        )
-    return rows
+
+    def cells(values: dict[str, float]) -> list[str]:
+        return [value_with_unit(name, values[name]) if name in values else "-" for name in SUMMARY]
+
+    return [[one.name, *cells(assemble.metrics(one.run))] for one in reviewed]
 
 
 def value_with_unit(name: str, value: float) -> str:
@@ -175,11 +171,10 @@ def token_rows(rows: Sequence[JsonObject]) -> list[list[str]]:
 
 def predicted_rows(one: Reviewed, *, named: bool) -> list[list[str]]:
     """Predicted, measured and error."""
-    rows = []
+    rows, name = [], f"{one.name}: " if named else ""
     for row in assemble.predicted(one.run):
-        what = f"{one.name}: {PARTS[row['what']]}" if named else PARTS[row["what"]]
-        error = "-" if row["error"] is None else f"{row['error']:+.1%}".replace("%", " %")
-        rows.append([what, number(row["predicted"]), number(row["measured"]), error])
+        error = _cell(row["error"], lambda share: f"{share:+.1%}".replace("%", " %"))
+        rows.append([name + PARTS[row["what"]], number(row["predicted"]), number(row["measured"]), error])
     return rows
 
 

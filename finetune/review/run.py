@@ -29,6 +29,13 @@ from finetune.text import counted
 RUN_FILE, RANKS_FILE, HANG_FILE = "run.json", "ranks.jsonl", "hang/report.json"
 SILENT_SECONDS = 600.0  # a run that has written nothing for longer is not running, unless its steps are that long
 MOST_FILES = 1000  # event files of one run
+_RECORDED = {  # metric: its figure in run.json
+    "tokens_per_gpu": "tokens_per_second_per_gpu",
+    "tokens_total": "tokens_per_second_per_gpu",
+    "rows_per_second": "rows_per_second",
+    "mfu": "mfu",
+    "padding": "padding_fraction",
+}
 MOST_DEPTH = 4  # folders below the one that is searched for runs
 
 
@@ -182,7 +189,10 @@ class Run:
         return WARM_UP if (self.steps or 0) > SHORT else 1
 
     def typical(self, name: str, n: int | None = None) -> float | None:
-        """Median of a metric over the records that lie after the warm-up, or over all if none does."""
+        """What run.json says, as the end of the run and its prediction do; else the median of a metric over the records
+        that lie after the warm-up, or over all if none does."""
+        if (recorded := self.number(_RECORDED.get(name, ""))) is not None:
+            return recorded * ((self.world_size or 1) if name == "tokens_total" else 1)
         series = self.series(name, n).finite()
         if self.ranks is not None:  # a record that begins in the warm-up is left out
             begun = {int(step) for step, kept in zip(self.ranks.steps, self.ranks.typical(), strict=True) if kept}
@@ -200,6 +210,8 @@ class Run:
     @functools.cached_property
     def step_seconds(self) -> float | None:
         """Median step time, evaluation and saving excluded."""
+        if (recorded := self.number("step_seconds_median")) is not None:
+            return recorded
         steps = self.phase("step")
         return float(np.nanmedian(steps)) if steps.size and np.isfinite(steps).any() else None
 

@@ -194,15 +194,16 @@ METRICS = (
     ),
     Metric(
         name="tokens_per_gpu",
-        tag="3 speed/tokens per GPU [1/s]",
-        meaning="Throughput per GPU: tokens without padding, by the time of steps. Evaluation and saving are not "
-        "counted.",
+        tag="3 speed/tokens per device [1/s]",
+        meaning="Throughput per GPU, or per process on a CPU: tokens without padding, by the time of steps. Evaluation "
+        "and saving are not counted.",
+        also=("3 speed/tokens per GPU [1/s]",),
     ),
-    Metric(name="tokens_total", tag="3 speed/tokens in total [1/s]", meaning="Throughput of all GPUs together."),
+    Metric(name="tokens_total", tag="3 speed/tokens in total [1/s]", meaning="Throughput of all devices together."),
     Metric(
         name="rows_per_second",
         tag="3 speed/rows [1/s]",
-        meaning="Rows of the data file per second, all GPUs together.",
+        meaning="Rows of the data file per second, all devices together.",
         also=("train/train_samples_per_second",),
     ),
     Metric(
@@ -329,7 +330,7 @@ METRICS = (
         for name, label in (
             ("step_seconds", "step time"),
             ("peak_memory_gib", "memory"),
-            ("tokens_per_second_per_gpu", "tokens per GPU"),
+            ("tokens_per_second_per_gpu", "tokens per device"),
         )
     ),
 )

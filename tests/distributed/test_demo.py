@@ -59,7 +59,7 @@ def test_the_demo_explains_itself_and_takes_overrides_and_two_ranks(tmp_path: Pa
         "2 health/gradient norm",
         "2 health/learning rate",
         "3 speed/tokens seen",
-        "3 speed/tokens per GPU [1/s]",
+        "3 speed/tokens per device [1/s]",
         "4 step/forward [s]",
         "6 memory/peak of rank 0 [GiB]",
     ):

@@ -16,7 +16,7 @@ import pytest
 
 from finetune import cli
 from finetune.errors import UserError
-from finetune.review import command, events, page, report, review
+from finetune.review import command, events, report, review
 from finetune.review import run as runs
 from finetune.review.board import discover
 from finetune.runtime.tags import tag
@@ -352,7 +352,7 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     folders = [str(tmp_path / name) for name in ("one", "two")]
     assert cli.main(["review", *folders, "--json", str(tmp_path / "r.json")]) == 0
     shown = capsys.readouterr().out
-    for text in ("efficiency", "Speed-up", "65 %", "1.30", "rows per GPU and pass", "world size", "Metrics"):
+    for text in ("efficiency", "Speed-up", "65 %", "1.30", "rows per device and pass", "world size", "Metrics"):
         assert text in shown, text
     assert "training.learning_rate" not in shown  # equal in both
     found = json.loads((tmp_path / "r.json").read_text())
@@ -457,7 +457,7 @@ def test_a_loss_that_ends_not_finite_is_not_its_last_finite_value(tmp_path: Path
     assert first["loss"] == pytest.approx(np.median(loss[-20:]), abs=0.01) and "eval_loss" not in first
     assert second["loss"] is None and second["eval_loss"] is None  # JSON has no NaN
     rows = {row[0]: row[1:] for row in report.metric_rows(reviewed.runs)}
-    assert rows["training loss"][1] == "not finite"
+    assert rows["training loss, last tenth"][1] == "not finite"
     assert rows["eval loss"] == ["no evaluation", "not finite"]
 
 
@@ -472,10 +472,19 @@ def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: P
     assert slow["change_first"] == slow["findings"][0]["advice"] and "finetune doctor" in slow["change_first"]
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [(True, "tokens/s per GPU"), (False, "tokens/s per device")])
-def test_throughput_says_of_what_it_is(tmp_path: Path, gpu: bool, expected: str) -> None:
-    reviewed = review([make_run(tmp_path, gpu=gpu, record={"hardware": {"device": "cuda" if gpu else "cpu"}})])
-    assert page.content(reviewed.to_dict())["names"]["tokens_per_gpu"]["label"] == expected
+def test_one_figure_for_one_thing(tmp_path: Path) -> None:
+    """Table, phases of a step and prediction have what the run printed at its end: the figures of run.json."""
+    scored = {"predicted": 0.8, "measured": 0.9, "error": -0.11}
+    record = {"step_seconds_median": 0.9, "tokens_per_second_per_gpu": 500.0, "rows_per_second": 7.0, "mfu": 0.3}
+    make_run(tmp_path, record=record | {"padding_fraction": 0.1, "prediction": {"step_seconds": scored}})
+    one = review([tmp_path]).to_dict()["runs"][0]
+    expected = {"step_seconds": 0.9, "tokens_per_gpu": 500.0, "tokens_total": 1000.0, "rows_per_second": 7.0}
+    assert expected | {"mfu": 0.3, "padding": 0.1} == {
+        name: one["metrics"][name] for name in [*expected, "mfu", "padding"]
+    }
+    assert [sum(phases.values()) for phases in one["bars"].values()] == pytest.approx([0.9, 0.9])
+    assert sum(one["metrics"][phase] for phase in synthetic.HEALTHY) == pytest.approx(0.9)
+    assert [row["measured"] for row in one["predicted"]] == [0.9] and "MFU 30 %" in one["verdict"]
 
 
 def test_a_review_knows_what_ran(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from finetune.engine.training.trainer import SFTTrainer
 
 
+FEW_LINES = 100  # log entries of a run whose figures stay on a terminal unless logging.lines says otherwise
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuiltTrainer:
     """A trainer, the callback that logs it, the one that stops it on a signal, and the one that tracks its best
@@ -103,6 +106,8 @@ def build_run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: 
     is_main = distributed.ranks().is_main
     plan = job.plan()
     total = resume.total_steps(job.config, plan.steps_per_epoch)
+    logging = job.config.logging
+    few = "logging.lines" not in job.config.given and total / logging.logging_steps <= FEW_LINES
     return RunLogger(
         # TensorBoard shows the name of the innermost folder.
         folder=output_dir / "runs" / output_dir.resolve().name if is_main else None,
@@ -110,7 +115,7 @@ def build_run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: 
         layout=job.layout,
         hardware=job.hardware,
         size=job.size,
-        progress=ProgressLines(console(), total, start_step, lines=job.config.logging.lines) if is_main else None,
+        progress=ProgressLines(console(), total, start_step, lines=logging.lines or few) if is_main else None,
         start_step=start_step,
         dashboard=dashboard,
         context=job.context,

@@ -90,9 +90,6 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         print_line(f"warning: model.{quantized} quantizes linear layers only: {kept}{remedy}", style="yellow")
     if config.model.load_in_fp8:
         print_line(f"FP8: {fp8.summary(job.model)}")
-    for verdict in job.stack.patches:
-        if verdict.applied:
-            print_line(f"patched: {verdict.name} ({verdict.reason})")
     if config.logging.trackers:
         print_line(f"Reports to TensorBoard and {', '.join(config.logging.trackers)}")
     print_line(f"Rows: {job.data.format}")
@@ -200,18 +197,18 @@ def print_stopped(checkpoint: Path, resume_with: str) -> None:
     print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with {resume_with}.")
 
 
-def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> None:
+def print_conclusion(results: JsonObject, output_dir: Path, prediction: str | None) -> None:
     """Print the results of a finished run, before its verdict.
 
     Args:
-        prediction: how right the dry run's prediction was, as a sentence.
+        prediction: how right the dry run's prediction was, as a sentence; None if there was none.
     """
     parts = [f"{counted(results['steps'], 'step')}, {counted(results['tokens'], 'token')}"]
     after, before = results["eval_loss_after"], results["eval_loss_before"]
     if after is not None:
         by_set = [(f" ({name})", before[name], after[name]) for name in after] if isinstance(after, dict) else None
         for name, was, now in by_set or [("", before, after)]:
-            parts.append(f"held-out loss{name} {was:.4f} -> {now:.4f}")
+            parts.append(f"held-out loss{name} {was:.4g} -> {now:.4g}")
     scores = [("exact match", results["exact_match_before"], results["exact_match_after"])]
     before, after = (results.get(f"metric_{when}") or {} for when in ("before", "after"))
     scores += [(name, before.get(name, math.nan), value) for name, value in after.items()]
@@ -222,7 +219,8 @@ def print_conclusion(results: JsonObject, output_dir: Path, prediction: str) -> 
     if results["tokens_per_second_per_gpu"]:
         parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
     print_line("; ".join(parts) + ".")
-    print_line(prediction)
+    if prediction is not None:
+        print_line(prediction)
     which = "run.json is" if results["final_files"] is None else "The model and run.json are"
     print_line(f"{which} in {output_dir}.")
 

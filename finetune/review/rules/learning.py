@@ -333,16 +333,15 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures = (f"gradient norm {number(float(np.median(norms.values)))}", f"threshold {FROZEN_NORM:g}")
     elif trains and (held := _unmoved(run)) is not None:
         figures = (
-            f"held-out loss {held[0]:.6g} before training, {held[1]:.6g} after",
+            f"held-out loss {held[0]:.5g} before training, {held[1]:.5g} after",
             f"change {percent(held[1] / held[0] - 1)}",
         )
         if abs(held[1] - held[0]) > FROZEN_EVALUATION * held[0]:
             full = run.at("config.model.full_finetuning") is True
             more = f", more steps, or {advice}" if rate is None or rate >= LOW_RATES[full] else ""
             headline, advice = "The model did not learn", f"a higher training.learning_rate ({usual_rates(run)}){more}"
-    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and len(run.series("eval_loss").finite()) < 2:
-        fall = curve.level(series.values, 0, 0.25) - curve.level(series.values, 0.75, 1)
-        figures = (f"loss fell by {number(fall)}", f"noise {number(curve.noise(series.values))}")
+    elif trains and len(series) >= FROZEN_STEPS and len(run.series("eval_loss").finite()) < 2:
+        figures = _flat(series.values)
     if figures is None:
         return None
     return Finding(
@@ -359,12 +358,13 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
-def _flat(values: np.ndarray) -> bool:
-    """Whether the first and the last quarter agree within the noise, which is small."""
+def _flat(values: np.ndarray) -> tuple[str, str] | None:
+    """The fall from the first quarter to the last, and the noise, if they agree within the noise, which is small."""
     error = curve.error_of_difference(values, 0.25)
     usual = abs(float(np.median(values)))
     fall = curve.level(values, 0, 0.25) - curve.level(values, 0.75, 1)
-    return usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
+    flat = usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
+    return (f"loss fell by {number(fall)}", f"noise {number(curve.noise(values))}") if flat else None
 
 
 def _unmoved(run: Run) -> tuple[float, float] | None:

@@ -259,6 +259,12 @@ def test_a_score_in_tensorboard() -> None:
     scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
     assert len(writer.scalars) == 3
     scoring.write(None, {"reason": None}, 7)  # a rank that does not write
+    assert scoring.sentence({"reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}) is None
+    known = dict.fromkeys(scoring.FIELDS, one) | {"peak_memory_gib": one | {"error": None}}
+    assert scoring.sentence({"reason": None, **known}) == (
+        f"Predicted by the dry run, against what was measured: step time {one['error']:+.0%}, tokens/s per device "
+        f"{one['error']:+.0%}.".replace("%", " %")
+    )
 
 
 @pytest.mark.parametrize(("taken", "counted"), [(40, range(10, 40)), (12, range(6, 12)), (6, range(6)), (3, range(3))])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import TrainerCallback
 
 from finetune import train
@@ -43,14 +46,29 @@ def test_the_last_lines_say_whether_it_learned(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A learning rate that ruins the model, and one that does not."""
-    out, lines = tmp_path / "out", []
-    arguments += ["--training.max_steps", "4", "--training.warmup_steps", "0", "--model.full_finetuning", "true"]
+    out, lines, terminal = tmp_path / "out", [], io.StringIO()
+    monkeypatch.setattr(building, "console", lambda: Console(file=terminal, force_terminal=True, width=200))
+    arguments += [
+        "--logging.logging_steps",
+        "1",
+        "--training.max_steps",
+        "4",
+        "--training.warmup_steps",
+        "0",
+        "--model.full_finetuning",
+        "true",
+    ]
     for more in (["--training.learning_rate", "3"], ["--training.learning_rate", "1e-2"]):
         assert run([*arguments, *more, "--training.overwrite_output_dir", "true"]) == 0
-        lines.append(capsys.readouterr().out.replace("\n", " ").partition("run.json are in ")[2])
+        printed = capsys.readouterr().out
+        assert "rediction" not in printed and "patched" not in printed  # none was made; doctor and run.json have them
+        lines.append(printed.replace("\n", " ").partition("run.json are in ")[2])
         assert main([str(out), "--strict"]) == (1 if len(lines) == 1 else 0), capsys.readouterr().out
         capsys.readouterr()
     ruined, learned = lines
+    # On a terminal, a run of so few log entries keeps them, and the held-out losses.
+    shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", terminal.getvalue())
+    assert len(re.findall(r"step \d/4: loss \d", shown)) == 8 and "step 4/4: held-out loss " in shown
     assert "Learning: The run made the model worse: held-out loss " in ruined and "Speed: 4 steps, too few" in ruined
     assert "Change: training.learning_rate: 1 or lower (usual: 1e-5 to 5e-5 for full fine-tuning)" in ruined
     assert ruined.endswith(f"The evidence: finetune review {out} ")
