@@ -50,6 +50,8 @@ def test_the_installed_wheel_runs_the_demo_from_another_folder(installed: Path, 
     command = [
         str(installed / "bin" / "finetune"),
         "train",
+        "--model.backend",
+        "transformers",
         "--training.max_steps",
         "2",
         "--training.output_dir",
