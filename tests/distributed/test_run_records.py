@@ -193,7 +193,8 @@ def test_the_pages_in_a_browser(address: str, browser: Any) -> None:
     page.goto("about:blank")
     page.goto(f"{address}/#finetune")
     frame = page.frame_locator("iframe")
-    frame.locator("[data-panel=verdict]").wait_for()
+    frame.locator("[data-panel=verdict]").first.wait_for()
+    assert frame.locator("[data-panel=verdict]").count() == 2  # Learning and Speed
     assert frame.locator("rect[data-rank='1']").count() >= 4
     assert frame.locator("path[data-line='training loss']").count() == 1
     assert errors == [] and hosts <= {urllib.parse.urlsplit(address).netloc, ""}
@@ -210,7 +211,7 @@ def test_the_report_needs_no_network_and_shows_names_as_text(
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     page.goto((tmp_path / "report.html").as_uri())
-    page.locator("[data-panel=verdict]").wait_for()
+    page.locator("[data-panel=verdict]").first.wait_for()
     assert (
         page.locator("h2").first.text_content() == reviewed["runs"][0]["run"]
         and page.title() == f"Review of {reviewed['runs'][0]['run']}"
