@@ -175,18 +175,19 @@ def on_a_device(runs: Runs, speeds: dict[int, float], full: int = 100) -> list[i
 
 
 def test_a_run_takes_the_fastest_size_and_trains_the_same(runs: Runs, tmp_path: Path) -> None:
-    dropout = ("--lora.lora_dropout", "0")
-    given = runs(tmp_path / "given", *STEPS, *dropout, "--training.per_device_train_batch_size", "2")
+    runs.monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 12)
+    steps = (*STEPS[:3], "12", "--training.save_steps", "6", "--lora.lora_dropout", "0")
+    given = runs(tmp_path / "given", *steps, "--training.per_device_train_batch_size", "2")
     assert given["micro_batch"] == {"per_device": 2, "reason": "as configured", "seconds": 0.0}
     asked = on_a_device(runs, {1: 100, 2: 1000, 4: 700})
-    searched = runs(tmp_path / "searched", *STEPS, *dropout)
+    searched = runs(tmp_path / "searched", *steps)
     assert asked == [1, 2, 4]  # 4 is slower: 8 cannot win its trial back
     assert searched["batch"] == {"per_device": 2, "accumulation": 4, "global_batch_size": 8}
     assert searched["micro_batch"]["per_device"] == 2 and searched["micro_batch"]["seconds"] > 0
     assert searched["losses"] == given["losses"]  # no weight, gradient or random number is left of the search
     assert [one["per_device"] for one in searched["micro_batch_search"]["attempts"]] == [1, 2, 4]
 
-    again = runs(tmp_path / "again", *STEPS, *dropout)
+    again = runs(tmp_path / "again", *steps)
     assert asked == [1, 2, 4] and again["micro_batch"]["reason"].endswith("from an earlier search of this job")
     assert again["losses"] == given["losses"]
 
