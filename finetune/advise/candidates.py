@@ -16,7 +16,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 from finetune.runtime.machine import cpu_threads, nccl
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.types import JsonObject
@@ -48,12 +48,16 @@ class DryRunner:
     cpu_cores: of a CPU run, whose ranks share the cores; None on GPUs
     script:    and its arguments; empty for a configuration
     devices:   of the launch whose global batch the script takes
+    most:      dry runs that there may be
+    seconds:   that the first one took
     """
 
     arguments: list[str]
     cpu_cores: int | None = None
     script: list[str] = field(default_factory=list)
     devices: int = 1
+    most: int = 1
+    seconds: float = 0.0
     _done: dict[tuple[tuple[str, ...], int], DryRunResult] = field(default_factory=dict)
 
     def try_out(self, extra: Sequence[str], ranks: int = 1) -> DryRunResult:
@@ -82,17 +86,17 @@ class DryRunner:
             target, words = ["-m", "finetune.dryrun"], [*every, *arguments]
         if self.script:
             target = ["-m", "finetune.dryrun"]
-            words = [
-                "--devices",
-                str(self.devices),
-                *every,
-                self.script[0],
-                "--",
-                *self.script[1:],
-                *self.flags(arguments),
-            ]
-        with console().status(f"dry run {' '.join(self.flags(extra))}"):
-            return parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
+            own = [*self.script[1:], *self.flags(arguments)]
+            words = ["--devices", str(self.devices), *every, self.script[0], "--", *own]
+        what, began = f"Dry run {len(self._done) + 1} of at most {self.most}", time.monotonic()
+        changes = (
+            f": {' '.join(self.flags(extra))}" if extra else " (at most 5 minutes, and the time to load the model)"
+        )
+        print_line(what + changes)
+        with console().status(what):
+            found = parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
+        self.seconds = self.seconds or time.monotonic() - began
+        return found
 
     def flags(self, arguments: Sequence[str]) -> list[str]:
         """Settings as the user gives them to what is measured."""
@@ -130,7 +134,9 @@ def measure_curves(
     connecting = 0.0
     # gloo takes seconds for large messages, which this job never sends.
     usual = [size for size in comm.SIZES if machine.device == "cuda" or size <= 4 * max(sizes)]
-    for world in [world for world in world_sizes if world > 1]:
+    several = [world for world in world_sizes if world > 1]
+    for number, world in enumerate(several, start=1):
+        print_line(f"Communication of {world} devices, {number} of {len(several)}")
         try:
             if not connecting:
                 began = time.monotonic()

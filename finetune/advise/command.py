@@ -11,6 +11,7 @@ from finetune.advise.machine import devices_here, warnings
 from finetune.config import Config, fixed_batch_arguments, with_fixed_batch
 from finetune.config.batch import fewest_ranks
 from finetune.measure import strategy
+from finetune.measure.predict import predict
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
@@ -18,9 +19,11 @@ from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.options import Options, counts, number, path
 from finetune.runtime.types import JsonObject
+from finetune.text import duration
 
 if TYPE_CHECKING:
     from finetune.advise.candidates import DryRunner, DryRunResult
+    from finetune.measure.measurements import Measurement
     from finetune.measure.predict import Curve
 
 PURPOSE = (
@@ -69,9 +72,8 @@ def run(argv: list[str]) -> int:
     cores = machine.cpu_cores if machine.device == "cpu" else None
     # All numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched = strategy.largest_world(config, devices_here(machine))
-    bench = DryRunner(
-        arguments=[*rest, *fixed_batch_arguments(config.training, launched, config.data)], cpu_cores=cores
-    )
+    arguments = [*rest, *fixed_batch_arguments(config.training, launched, config.data)]
+    bench = DryRunner(arguments=arguments, cpu_cores=cores, most=most_sizes(options, devices_here(machine)))
     given_config, config = config, replace(config, training=with_fixed_batch(config.training, launched, config.data))
     base = bench.try_out(())
     if base.measured is None:
@@ -93,7 +95,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
-    bench = DryRunner(arguments=[], cpu_cores=cores, script=script, devices=here)
+    bench = DryRunner(arguments=[], cpu_cores=cores, script=script, devices=here, most=most_sizes(options, here))
     base = bench.try_out(())
     if base.config is None:  # of a script that has filled the GPU before its training
         print_line(f"NO: {base.reason}", style="red")
@@ -125,6 +127,11 @@ def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Cu
     return machine, given
 
 
+def most_sizes(options: argparse.Namespace, here: int) -> int:
+    """Numbers of devices that may be measured, before the job is known."""
+    return len({1, *(options.world_sizes or [world for world in (1, 2, 4, 8) if world <= here])})
+
+
 def world_sizes(options: argparse.Namespace, config: Config, here: int, given: Mapping[int, Curve]) -> list[int]:
     """The world sizes to predict: all are compared with the fewest on which the job runs."""
     fewest, shared = fewest_ranks(config.training), config.training.context_parallel
@@ -145,9 +152,13 @@ def advise_configuration(
 
     assert base.measured is not None
     worlds = world_sizes(options, config, devices_here(machine), given)
-    measured = candidates.measure_at_world_sizes(config, bench, base.measured, base.recommended, worlds)
+    asked = options.world_sizes or options.fastest or len(worlds) == 1
+    short = None if asked else too_short(base.measured, bench.seconds)
+    most = None if short else base.recommended  # nor is a larger micro-batch worth another dry run
+    worlds = worlds[:1] if short else worlds
+    measured = candidates.measure_at_world_sizes(config, bench, base.measured, most, worlds)
     rows, chosen, between = prediction.compare(config, measured, options, machine)
-    searched = base.recommended is not None and config.training.gradient_accumulation_steps is None
+    searched = most is not None and config.training.gradient_accumulation_steps is None
     settings = [candidates.PER_DEVICE, str(chosen.per_device)] if searched else []
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
     target = bench.script[:1] or ["-m", "finetune.train"]
@@ -157,7 +168,7 @@ def advise_configuration(
     advice = {
         "kind": "advice",
         "world_size": chosen.world_size,
-        "reason": verdict.decision_sentence(chosen, rows),
+        "reason": short or verdict.decision_sentence(chosen, rows),
         "when": one.when,
         "device": machine.name,
         "parameters": one.parameters,
@@ -172,13 +183,24 @@ def advise_configuration(
             *notes,
             *report.active_parameters(one),
             *([] if config.training.strategy == "shard" else [report.gradients(one)]),
-            report.learning_rate(config, one.global_batch_size),
         ],
         "start_up_of_ranks_seconds": between.connecting,
         "measured_on": prediction.measured_on(config),
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice
+
+
+def too_short(one: Measurement, seconds: float) -> str | None:
+    """That a run ends on one device before more are measured, as a sentence without a period; None if it does not.
+
+    Args:
+        seconds: that its dry run took: so does each further one.
+    """
+    if one.shared_by > 1 or (whole := 3600 * predict(one.work(1), 1, None).hours) >= seconds:
+        return None
+    ends = f"One device. The whole run takes {duration(whole)} there, less than each further dry run"
+    return f"{ends} ({duration(seconds)}); --world-sizes measures more"
 
 
 def write(config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject) -> None:

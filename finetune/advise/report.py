@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
+from finetune.advise import verdict
 from finetune.advise.verdict import Row
-from finetune.config import Config
 from finetune.engine.monitoring.metrics import parameters_text
 from finetune.measure.dry_run_report import print_longest_rows
 from finetune.measure.measurements import Measurement
 from finetune.runtime.command import print_line
-from finetune.text import counted, duration
+from finetune.text import duration
 
 
 def gradients(measured: Measurement) -> str:
@@ -38,12 +37,6 @@ def active_parameters(measured: Measurement) -> list[str]:
     return [f"Mixture of experts: {size}. A step computes with the active ones; the weights of all are in memory."]
 
 
-def learning_rate(config: Config, global_batch_size: int) -> str:
-    """That the number of GPUs changes neither the batch nor the learning rate."""
-    stays = f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
-    return f"{stays} {config.training.learning_rate:g}."
-
-
 def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
     """Print the advice: the table of world sizes, the decision."""
     if advice["longest_rows"] is not None:
@@ -55,8 +48,10 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
     for row in sorted(found, key=lambda row: row.world_size):
         shown.add_row(*cells(row, priced), style="bold" if row is chosen else None)
     print_line(shown)
+    said = verdict.nearest_here(found) if chosen is found[0] else chosen
     for row in found[1:]:
-        print_line(describe(row))
+        if row is not said:
+            print_line(f"{verdict.describe(row)}.")
     for text in advice["notes"]:
         print_line(text)
     print_line(f"ADVICE: {advice['reason']}.", style="green")
@@ -77,13 +72,3 @@ def cells(row: Row, priced: bool) -> list[str]:
         f"{row.efficiency:.0%}",
         *([] if row.cost is None else [f"{row.cost:,.2f}"]),
     ]
-
-
-def describe(row: Row) -> str:
-    """One sentence on several devices: why or why not, and from which length of the run."""
-    place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
-    text = f"{counted(row.world_size, 'device')}: {place}{row.reason}"
-    if row.prediction is not None and row.break_even_steps:  # 0: both start up as long
-        first, steps = math.ceil(row.break_even_steps), row.prediction.steps
-        text += f". They finish first in runs of {counted(first, 'step')} or more; this run has {steps:,.0f}"
-    return text + "."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,45 +125,33 @@ def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> R
     """The row with its comparison to that of the fewest devices."""
     assert one.prediction and row.prediction
     several, single = row.prediction, one.prediction
-    row = replace(
-        row,
-        efficiency=several.efficiency(single),
-        break_even_steps=several.break_even_steps(single),
-    )
+    breaks_even = several.break_even_steps(single)
+    row = replace(row, efficiency=several.efficiency(single), break_even_steps=breaks_even)
     return replace(row, reason=_reason(row, several, single, work.memory_bytes))
 
 
 def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float | None) -> str:
     assert row.efficiency is not None
-    world, efficiency = row.world_size, row.efficiency
     faster = several.tokens_per_second / one.tokens_per_second
-    lost = f"{several.exposed_fraction:.0%} of a step is waiting for communication"
+    lost = f"{percent(several.exposed_fraction)} of a step is waiting for communication"
     if row.fits is False:
-        need = several.peak_memory_bytes / 2**30
-        of = (memory_bytes or 0) / 2**30
-        return f"needs {need:.1f} GiB of a GPU's {of:.1f}, above the margin of {held.MEMORY_MARGIN}"
+        need, of = several.peak_memory_bytes / 2**30, (memory_bytes or 0) / 2**30
+        return f"would need {need:.1f} GiB of a GPU's {of:.1f}, above the margin of {held.MEMORY_MARGIN}"
     if faster <= 1:
-        return f"{world} are slower than {number(one.world_size)} ({faster:.2f} times): {lost}"
+        return f"would be slower ({faster:.2f} times as fast; {lost})"
     if several.hours >= one.hours:
-        return (
-            f"this run ends before {world} devices make up for their longer start-up; they break even at "
-            f"{counted(row.break_even_steps or 0, 'step')}"
-        )
-    if efficiency < EFFICIENCY_TO_JUSTIFY:
-        return f"{faster:.2f} times as fast with {world} devices, {efficiency:.0%} efficiency, is below 70%: {lost}"
-    return f"{faster:.2f} times as fast, {efficiency:.0%} efficiency; {lost}"
-
-
-def _end(row: Row) -> tuple[float, int]:
-    """Hours until the run ends, then the world size: of equal runs the one on fewer devices comes first."""
-    return row.prediction.hours if row.prediction else 0.0, row.world_size
+        steps = counted(math.ceil(row.break_even_steps or 0), "step")
+        return f"would end later: they take longer to start, and make up for it after {steps}"
+    below = f"below {percent(EFFICIENCY_TO_JUSTIFY)}" if row.efficiency < EFFICIENCY_TO_JUSTIFY else lost
+    return f"would be {faster:.2f} times as fast ({percent(row.efficiency)} efficiency; {below})"
 
 
 def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
     """The world size to launch here: the one whose run ends first, among those with an efficiency of at least 70 % (all
-    if `fastest`), which the fewest devices have. None if none can be launched."""
+    if `fastest`), which the fewest devices have; of equal ones the fewer devices. None if none can be launched."""
     efficient = [row for row in found if fastest or (row.efficiency or 0.0) >= EFFICIENCY_TO_JUSTIFY]
-    return min((row for row in efficient if row.eligible), key=_end, default=None)
+    eligible = [(row.prediction.hours, row.world_size, row) for row in efficient if row.prediction and row.eligible]
+    return min(eligible, default=(0.0, 0, None))[2]
 
 
 def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
@@ -172,16 +161,27 @@ def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
         found: as `rows` gives them.
     """
     if chosen is not found[0]:
-        return f"{counted(chosen.world_size, 'device')}: {chosen.reason}"
+        return f"{counted(chosen.world_size, 'device')}. They {chosen.reason}"
     several = chosen.world_size > 1
-    few = f"{chosen.world_size} devices, the fewest that this job runs on" if several else "one device"
-    others = [row for row in found[1:] if row.here]
-    if not others:
-        return f"{few}: there are no more" if several else f"{few}: there is no second one"
-    nearest = max(others, key=lambda row: row.efficiency or 0.0)
-    return f"{few}: with {nearest.world_size}, {nearest.reason}"
+    few = f"{chosen.world_size} devices, the fewest that this job runs on" if several else "One device"
+    if (nearest := nearest_here(found)) is None:
+        return f"{few}. There are no more" if several else f"{few}. There is no second one"
+    return f"{few}. {describe(nearest)}"
 
 
-def number(world_size: int) -> str:
-    """A number of devices in a sentence."""
-    return "one" if world_size == 1 else str(world_size)
+def nearest_here(found: Sequence[Row]) -> Row | None:
+    """The most efficient number of devices here above the fewest."""
+    return max((row for row in found[1:] if row.here), key=lambda row: row.efficiency or 0.0, default=None)
+
+
+def describe(row: Row) -> str:
+    """What more devices would bring, without a period."""
+    if row.prediction is None:
+        return f"{counted(row.world_size, 'device')}: {row.reason}"
+    text = f"{'Two' if row.world_size == 2 else f'{row.world_size} devices'} {row.reason}"
+    return text if row.here else f"{text}; not here, predicted from {row.source}"
+
+
+def percent(share: float) -> str:
+    """0.55 -> 55 %."""
+    return f"{share:.0%}".replace("%", " %")

@@ -76,7 +76,7 @@ def decide(config: Config, gpus: int) -> Decision:
     if advice is not None:
         return Decision(
             world_size=advice["world_size"],
-            reason=f"{advice['reason']} (`finetune advise`, {advice['when']})",
+            reason=f"`finetune advise` has measured the job ({advice['when']}): {advice['reason']}",
             environment=advice["environment"],
         )
     if gpus < 2:

@@ -359,9 +359,8 @@ def _scaling(reviewed: Sequence[Reviewed]) -> list[JsonObject]:
     rows = []
     for one in reviewed:
         if (found := scaling(one.run, [other.run for other in reviewed if other is not one])) is not None:
-            single, efficiency, speed_up = found
-            rows.append({"run": one.name, "world_size": one.run.world_size, "against": names[id(single)]}
-                        | {"speed_up": speed_up, "efficiency": efficiency})  # fmt: skip
+            rows.append({"run": one.name, "world_size": one.run.world_size, "against": names[id(found[0])]})
+            rows[-1] |= {"efficiency": found[1], "speed_up": found[2]}
     return rows
 
 

@@ -35,7 +35,6 @@ SHOWN = (  # metrics of the table, in its order
     *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )
-_SCALING = ("run", "devices", "speed-up", "efficiency", "against")
 SUMMARY = ("loss", "eval_loss", "tokens_per_gpu", "mfu", "step_seconds", "padding", "peak_of_rank")
 
 
@@ -56,7 +55,11 @@ def show(review: Review, console: Console) -> None:
         _table(console, "Metrics", ["", *map(label, SUMMARY)], run_rows(review.runs))
     compared = assemble.comparison(review.runs)
     if compared:
-        _table(console, "Speed-up and efficiency", _SCALING, scaling_rows(compared["scaling"]))
+        rows = [
+            [row["run"], row["against"], str(row["world_size"]), f"{row['speed_up']:.2f}", percent(row["efficiency"])]
+            for row in compared["scaling"]
+        ]
+        _table(console, "Speed-up", ["run", "against", "devices", "speed-up", "efficiency"], rows)
     if compared and len(names) <= SIDE_BY_SIDE:
         _table(console, "Settings that differ", ["", *names], setting_rows(compared["configuration"]))
         _table(console, "Training loss at equal tokens", ["tokens", *names], token_rows(compared["at_equal_tokens"]))
@@ -154,14 +157,6 @@ def setting_rows(configuration: Sequence[JsonObject]) -> list[list[str]]:
         width = len(shown[0]) - 1
         shown = [*shown[:SHOWN_KEYS], [f"... {len(shown) - SHOWN_KEYS} more", *[""] * width]]
     return shown
-
-
-def scaling_rows(scaling: Sequence[JsonObject]) -> list[list[str]]:
-    """A line per run on several devices."""
-    return [
-        [row["run"], str(row["world_size"]), f"{row['speed_up']:.2f}", percent(row["efficiency"]), row["against"]]
-        for row in scaling
-    ]
 
 
 def token_rows(rows: Sequence[JsonObject]) -> list[list[str]]:

@@ -184,8 +184,7 @@ def rise_of_held_out(series: Series) -> HeldOutRise | None:
 
 
 def _fell(values: np.ndarray) -> bool:
-    """Whether the last losses are below the first: below the very first one as well, the only one of the untrained
-    model."""
+    """Whether the last losses are below the first ones, and below the very first, that of the untrained model."""
     end = max(3, len(values) // 10)
     return len(values) > 1 and float(np.median(values[-end:])) < min(float(values[0]), float(np.median(values[:3])))
 

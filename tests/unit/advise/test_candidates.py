@@ -78,3 +78,18 @@ def test_all_reduces_are_asked_for_as_the_benchmark_takes_them(tmp_path: Path, m
     monkeypatch.setattr(candidates.comm, "measure", measured)
     found, _ = candidates.measure_curves([1, 2], host(card(0), card(1)), [4096])
     assert list(found) == [2] and found[2][0] is not None
+
+
+def test_a_job_shorter_than_its_dry_run_is_measured_on_one_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its 100 steps of 1 s, and 10 s to start, take less than the 120 s of a dry run."""
+    dry, now = DryRuns(monkeypatch, tmp_path), iter(range(0, 100_000, 120))
+    monkeypatch.setattr(candidates.time, "monotonic", lambda: float(next(now)))
+    assert advise.main(["mine.py", "--json", "advice.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(dry.asked) == 1 and "Dry run 1 of at most 2 (at most 5 minutes, and the time to load the model)" in said
+    assert "ADVICE: One device. The whole run takes 110 s there, less than each further dry run (120 s)" in said
+    assert advise.main(["mine.py", "--world-sizes", "1,2"]) == 0  # as asked for
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Dry run 2 of at most 2: " in said and "Communication of 2 devices, 1 of 1" in said

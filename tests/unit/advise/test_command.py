@@ -195,7 +195,7 @@ def test_the_whole_story_on_two_like_gpus(
     arguments = configuration(tmp_path, "--json", str(report))
     assert advise.main([*arguments, "--price-per-gpu-hour", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "ADVICE: 2 devices" in said and "only those of the adapter," in said
+    assert "ADVICE: 2 devices. They would be" in said and "only those of the adapter," in said
     advice = json.loads(report.read_text())
     assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
@@ -213,7 +213,7 @@ def test_the_whole_story_on_two_like_gpus(
     monkeypatch.setattr(candidates.comm, "measure", dies)
     assert advise.main(arguments) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "could not be measured: rank 1 of 2 died (SIGKILL)" in said and "ADVICE: one device" in said
+    assert "could not be measured: rank 1 of 2 died (SIGKILL)" in said and "ADVICE: One device. " in said
 
 
 def dies(*args: Any, **kw: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -15,29 +16,35 @@ def test_large_work_and_fast_links_take_all_that_pay() -> None:
     found = table(FAST)
     chosen = verdict.choose(found)
     assert chosen and chosen.world_size == 4 and (chosen.efficiency or 0) >= 0.7
-    assert verdict.decision_sentence(chosen, found).startswith("4 devices: 3.0")
+    assert verdict.decision_sentence(chosen, found).startswith("4 devices. They would be 3.0")
 
 
 def test_below_70_percent_efficiency_is_not_taken_unless_the_fastest_is_asked_for() -> None:
     found = table(SLOW, gradients=400 * MIB)  # 0.39 s of communication
     four = found[-1]
     assert 1 < four.prediction.tokens_per_second / found[0].prediction.tokens_per_second < 2.8
-    assert "below 70%" in four.reason and "waiting for communication" in four.reason
+    assert four.reason.endswith(" efficiency; below 70 %)")
     assert verdict.choose(found).world_size == 1
     assert verdict.choose(found, fastest=True).world_size > 1
-    assert verdict.decision_sentence(found[0], found).startswith("one device: with 2, ")
+    assert verdict.decision_sentence(found[0], found) == (
+        "One device. Two would be slower (0.85 times as fast; 53 % of a step is waiting for communication)"
+    )
+    found = table(SLOW, gradients=200 * MIB, steps=5000)
+    said = verdict.decision_sentence(found[0], found)
+    plain = re.fullmatch(r"One device\. Two would be (1\.\d\d) times as fast \((\d\d) % efficiency; below 70 %\)", said)
+    assert plain and float(plain[1]) / 2 == pytest.approx(int(plain[2]) / 100, abs=0.01)
 
 
 def test_a_tiny_step_is_slower_on_several() -> None:
     found = table(SLOW, step=0.002)
     assert verdict.choose(found, fastest=True).world_size == 1
-    assert "slower than one" in found[1].reason and found[1].break_even_steps is None
+    assert "would be slower (0." in found[1].reason and found[1].break_even_steps is None
 
 
 def test_a_short_run_ends_earlier_on_one() -> None:
     found = table(FAST, steps=5)
     assert verdict.choose(found, fastest=True).world_size == 1
-    assert "this run ends before" in found[1].reason
+    assert found[1].reason == "would end later: they take longer to start, and make up for it after 23 steps"
     assert found[1].break_even_steps == pytest.approx(10 / 0.45, rel=0.01)  # 10 s more to start, 0.45 s won a step
     assert verdict.choose(table(FAST, steps=200)).world_size == 4
 
@@ -52,7 +59,8 @@ def test_devices_that_are_not_here_are_shown_and_not_chosen() -> None:
     found = table(FAST, here=2)
     assert [row.here for row in found] == [True, True, False]
     assert verdict.choose(found).world_size == 2
-    assert report.describe(found[2]).startswith("4 devices: not here, predicted from measured: ")
+    assert verdict.describe(found[2]).startswith("4 devices would be ")
+    assert verdict.describe(found[2]).endswith("; not here, predicted from measured")
 
 
 def test_what_was_not_measured_has_a_reason_and_no_figures() -> None:

@@ -95,7 +95,7 @@ def test_auto_applies_the_advice_with_its_environment(here: Any, monkeypatch: An
         strategy.apply(config("auto"))
     command, env = started.value.args
     assert command[5] == "2" and env["NCCL_P2P_DISABLE"] == "1"
-    assert "2 ranks, because measured so (`finetune advise`, today)" in capsys.readouterr().out
+    assert "2 ranks, because `finetune advise` has measured the job (today): measured so" in capsys.readouterr().out
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")  # what the user has set stays
     with pytest.raises(Started) as started:
         strategy.apply(config("auto"))
@@ -106,7 +106,7 @@ def test_auto_stays_on_one_gpu_where_more_do_not_pay(here: Any, capsys: Any) -> 
     here(gpus=4)
     advise(1, 4)
     strategy.apply(config("auto"))
-    assert "one device, because measured so" in capsys.readouterr().out
+    assert "one device, because `finetune advise` has measured the job (today): measured so" in capsys.readouterr().out
 
 
 def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> None:
@@ -114,7 +114,7 @@ def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> N
     advise(1, 4)
     strategy.apply(config("auto"))
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning: training.strategy auto would take one device, because measured so" in said
+    assert "auto would take one device, because `finetune advise` has measured the job (today): measured so" in said
     assert "The 4 launched ranks continue" in said
     advise(4, 4)
     strategy.apply(config("auto"))
