@@ -85,6 +85,10 @@ def run(config: Config, json: Path | None = None) -> int:
     _, batch = strategy.intended_batch(config, strategy.visible_gpus())  # the run may be on another machine
     plan = plan_rows(config, data, layouts["train"], batch, None)
     show(data, layouts, plan, tokenizer, began, json)
+    if pack_length is not None:
+        print_line(
+            "Packs are laid out again as padded rows if a run finds that its model lets documents reach each other"
+        )
     return DONE
 
 

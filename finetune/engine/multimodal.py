@@ -114,13 +114,16 @@ def prepare(model: Model) -> None:
         tower.requires_grad_(False)
 
 
-def excluding_towers(model: Model, given: Sequence[str] | str | None) -> Sequence[str] | str | None:
-    """PEFT's `exclude_modules`, with the towers.
+def excluding_towers(
+    model: Model, given: Sequence[str] | str | None, further: Sequence[str] = ()
+) -> Sequence[str] | str | None:
+    """PEFT's `exclude_modules`, with the towers and `further` modules, which may be in every layer.
 
     Args:
         given: what the user excludes: endings of names, or a regular expression for full names.
     """
-    names = "|".join(re.escape(name) for name in towers(model))
+    layers = (re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in further)
+    names = "|".join(dict.fromkeys([*map(re.escape, towers(model)), *layers]))
     if not names:
         return given
     theirs = given if isinstance(given, str) or not given else rf"(.+\.)?({'|'.join(map(re.escape, given))})"

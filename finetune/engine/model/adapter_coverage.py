@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune.engine.model import expert_targets
+from finetune.engine.model import adapter_targets, expert_targets
 from finetune.engine.model.experts import unpacked_shape
 from finetune.runtime.types import JsonObject, Model
 from finetune.text import counted
@@ -38,7 +38,7 @@ class Coverage:
 
     share:      of their weights, from 0 to 1
     experts:    the stacked experts that are trained, by their names inside a layer
-    layers:     the last two parts of the names of linear layers without an adapter, the largest first
+    layers:     the last two parts of the names of linear layers without an adapter that may have one, the largest first
     parameters: the same of weights that PEFT does not find by their names in `target_modules`: stacked experts, layers
                 named as their parts
     unmatched:  the names of `target_parameters` that match no parameter, which PEFT ignores
@@ -61,9 +61,9 @@ class Coverage:
         """What has no adapter and how to give it one; None if that is little and nothing was asked for in vain."""
         if self.unmatched:
             return f"target_parameters has names that match no parameter: {', '.join(self.unmatched)}. Correct them."
-        if self.share >= MIN_SHARE:
-            return None
         bare = [*self.layers, *self.parameters]
+        if self.share >= MIN_SHARE or not bare:
+            return None
         shown = ", ".join(bare[:8]) + (f" and {len(bare) - 8} more" if len(bare) > 8 else "")
         script = ["target_modules='all-linear'"] if self.layers else []
         script += [f"target_parameters={list(self.parameters)}"] if self.parameters else []
@@ -106,7 +106,8 @@ def coverage(model: Model) -> Coverage | None:
         for module in model.modules()
         if isinstance(module, BaseTunerLayer)
     }
-    weights = list(_weights(model.get_base_model()))
+    weights = list(_weights(base := model.get_base_model()))
+    unreachable = {id(base.get_submodule(name)) for name in adapter_targets.read_past_adapters(base)}
     experts: dict[str, Experts] = {}
     bare: dict[str, int] = {}
     stacked = {one.short for one in weights if one.shape}
@@ -121,6 +122,8 @@ def coverage(model: Model) -> Coverage | None:
                 old = experts.get(name, Experts(experts=one.shape[0], layers=0, parameters=0, rank=rank))
                 parameters = old.parameters + one.size
                 experts[name] = replace(old, layers=old.layers + 1, parameters=parameters, rank=max(old.rank, rank))
+            continue
+        if id(one.owner) in unreachable:
             continue
         as_parameter = stacked and not one.shape and one.path.rpartition(".")[2] in expert_targets.EXPERT_NAMES
         name = f"{one.short}.weight" if as_parameter else one.short

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,6 +12,7 @@ import torch
 
 from finetune.config import Config
 from finetune.engine import multimodal
+from finetune.engine.kernels import by_document
 from finetune.engine.model import expert_targets
 from finetune.engine.model.load_errors import explain_adapter_error
 from finetune.errors import UserError
@@ -122,6 +125,25 @@ def _check_kinds(model: Model, matched: dict[str, list[torch.nn.Module]], backen
                 f"lora.target_modules has `{target}`, which matches {', '.join(wrong[:3])}: an adapter goes on linear "
                 "layers and embeddings. Name the layers inside, or use all-linear."
             )
+
+
+def read_past_adapters(model: Model) -> list[str]:
+    """Linear layers whose weights the recurrent layer around them reads itself, for a kernel, so that an adapter on
+    them has no effect: in Mamba's mixers."""
+    return [
+        f"{name}.{leaf}"
+        for name, layer in by_document.recurrent_layers(model).items()
+        for leaf in _weights_read(type(layer))
+        if isinstance(getattr(layer, leaf, None), torch.nn.Linear)
+    ]
+
+
+@functools.cache
+def _weights_read(kind: type[torch.nn.Module]) -> list[str]:
+    try:
+        return sorted(set(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(kind))))
+    except (OSError, TypeError):  # without a source
+        return []
 
 
 def is_transposed(model: Model) -> bool:

@@ -77,10 +77,15 @@ def adapter_arguments(model: Any, config: Config) -> JsonObject:
     """Arguments of a new adapter on a model, as PEFT and Unsloth name them."""
     lora = config.lora
     names = ("r", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "bias")
-    excluded = multimodal.excluding_towers(model, lora.adapter_kwargs.get("exclude_modules"))
+    targets = adapter_target_modules(config)
+    unreachable = adapter_targets.read_past_adapters(model) if targets == "all-linear" else []
+    if unreachable:
+        kinds = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in unreachable))
+        print_line(f"all-linear leaves out {kinds}: kernels of these layers read the weights past an adapter")
+    excluded = multimodal.excluding_towers(model, lora.adapter_kwargs.get("exclude_modules"), unreachable)
     return (
         {name: getattr(lora, name) for name in names}
-        | expert_targets.resolve(model, config, adapter_target_modules(config))
+        | expert_targets.resolve(model, config, targets)
         | lora.adapter_kwargs
         | ({"exclude_modules": excluded} if excluded else {})
     )

@@ -48,7 +48,7 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> trial.Separ
         _use_kernels(model, config, stack, dtype)
     found = _tried(model, dtype, stack)
     changes = [("", by_document.separate_positions), ("recurrent layers", by_document.separate_recurrent)]
-    if stack.backend == "transformers" and config.model.attn_implementation is None:
+    if config.model.attn_implementation is None and not _has_unsloths_attention(model):
         changes += [("", _use_masks), ("attention", by_document.separate_attention)]
     separated = []
     for what, change in changes:

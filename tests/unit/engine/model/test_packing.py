@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,19 @@ import pytest
 import torch
 
 from finetune.config import load
+from finetune.data import store
 from finetune.data.collate import collate
+from finetune.engine import job
 from finetune.engine.kernels import by_document
-from finetune.engine.model import packing
+from finetune.engine.model import adapter_coverage, adapters, packing, trial
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.ranks import distributed
+from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
 
 STACK = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
-CONFIG = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "float32"])
+WORDS = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "float32"]
+CONFIG = load(WORDS)
 APART = "documents are apart bit for bit"
 RECURRENT = "recurrent layers run document by document"
 ATTENTION = {"Llama": {}, "Gemma3Text": {"head_dim": 16, "sliding_window": 8}, "Qwen3Moe": tiny.FAMILIES["Qwen3Moe"]}
@@ -85,7 +92,52 @@ def test_one_attention_without_boundaries_is_found(family: str) -> None:
     model = make(family)
     forward = (attention := model.get_decoder().layers[-1].self_attn).forward
     attention.forward = lambda *args, **given: forward(*args, **given | {"attention_mask": None})
-    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.attn_implementation", "sdpa"])
+    config = load([*WORDS, "--model.attn_implementation", "sdpa"])
     assert "reaches the one before it" in str(packing.prepare_for_packs(model, config, STACK).leak)
     if family == "Llama":
         assert packing.prepare_for_packs(model, CONFIG, STACK).proof.startswith(f"{APART}; attention run document")
+
+
+def test_a_leak_on_one_rank_pads_the_rows_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documents are laid out again, as rows of one each."""
+    monkeypatch.setattr(distributed, "gather_objects", lambda one: [one, trial.Separation(leak="it leaks")])
+    writer = store.Writer(tmp_path, "train")
+    for ids, labels in documents():
+        writer.add(ids, labels)
+    writer.close()
+    rows = store.load_rows(tmp_path, "train")
+    config = load([*WORDS, "--data.packing", "true", "--data.max_length", "128"])
+    data: Any = SimpleNamespace(splits={"train": rows}, order_key="k")
+    found = job.lay_out_for(make("Llama"), config, STACK, data, 1, ALONE)
+    assert found.unpacked_because == "it leaks in llama, which was tried"
+    assert found.train.packs.pack_length is None and len(found.train) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("FalconH1", {"mamba.out_proj"}),
+        ("Mamba", {"mixer.x_proj", "mixer.dt_proj", "mixer.out_proj"}),
+        ("Jamba", {"mamba.dt_proj"}),
+        ("Qwen3_5", set()),
+    ],
+)
+def test_all_linear_leaves_out_what_has_no_effect(
+    family: str, without: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mamba's layers read weights past an adapter. The others all train."""
+    model = adapters.add_adapter(make(family), load([*WORDS, "--lora.target_modules", "all-linear"]))
+    base = model.get_base_model()
+    bare = {
+        ".".join(name.split(".")[-2:])
+        for name, one in base.get_decoder().named_modules()
+        if type(one) is torch.nn.Linear and "lora_" not in name and not name.endswith("base_layer")
+    }
+    assert bare - {"feed_forward.router"} == without
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in without) and ("leaves out" in printed) == bool(without)
+    ids = torch.arange(3, 24)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(one.grad.any() for name, one in model.named_parameters() if "lora_B" in name)
+    found = adapter_coverage.coverage(model)
+    assert found is not None and found.warning is None
