@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (532, 7),
     "finetune/runtime": (6148, 37),
     "patches": (1085, 17),
-    "tests": (48700, 397),
+    "tests": (48730, 397),
 }
-TOTAL = (55860, 340)  # of the parts of finetune/ together
+TOTAL = (55900, 340)  # of the parts of finetune/ together
 KEYS = 98  # of the configuration
 
 OVER = (
