@@ -20,7 +20,7 @@ from finetune.runtime.command import console, print_line
 from finetune.runtime.machine import cpu_threads, nccl
 from finetune.runtime.machine.hardware import Hardware
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
+from finetune.text import counted, duration
 
 PER_DEVICE = "--training.per_device_train_batch_size"
 EFFORT = {"runs": 3, "steps": 30}  # for the all-reduce: the shape of the curve matters, not its confidence interval
@@ -89,10 +89,10 @@ class DryRunner:
             own = [*self.script[1:], *self.flags(arguments)]
             words = ["--devices", str(self.devices), *every, self.script[0], "--", *own]
         what, began = f"Dry run {len(self._done) + 1} of at most {self.most}", time.monotonic()
-        changes = (
-            f": {' '.join(self.flags(extra))}" if extra else " (at most 5 minutes, and the time to load the model)"
+        lasts = (
+            f"the first took {duration(self.seconds)}" if self.seconds else "at most 5 minutes, and loading the model"
         )
-        print_line(what + changes)
+        print_line(f"{what} ({lasts}){': ' if extra else ''}{' '.join(self.flags(extra))}")
         with console().status(what):
             found = parse_report(subprocess_dry_run.run(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
         self.seconds = self.seconds or time.monotonic() - began

@@ -36,7 +36,7 @@ def test_every_rule_is_explained() -> None:
         ("padding", (percent(speed.PADDING),)),
         ("host-bound", (percent(speed.HOST_LEAD), percent(speed.UTILIZATION))),
         ("small-batch", (percent(speed.ROOM), percent(speed.BEST))),
-        ("evaluation-share", (percent(speed.EVALUATION), f"{speed.REPEATED} pauses")),
+        ("evaluation-share", (percent(speed.EVALUATION), f"{speed.REPEATED} pauses", f"{speed.LEAST_SECONDS:.0f} s")),
         ("throttling", (percent(ranks.THROTTLED), percent(ranks.CLOCK))),
         ("efficiency", (percent(ranks.EFFICIENCY),)),
         ("memory-near-limit", (percent(memory.FULL),)),

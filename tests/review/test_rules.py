@@ -207,6 +207,7 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
     "evaluation-share": [
         lambda: run(record={"evaluation_seconds": 39.0}, series=evaluation(1.5, 1.4, 1.3)),
         lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5)),  # one evaluation cannot be rarer
+        lambda: run(record={"evaluation_seconds": 8.9, "training_seconds": 20.0}, series=evaluation(1.5, 1.4, 1.3)),
         lambda: resumed(config={"training": {"eval_steps": 80, "max_steps": 80}}),  # nor one at the end
     ],
     "not-finite": [lambda: run(loss=changed(losses(), {150: 1e30}))],

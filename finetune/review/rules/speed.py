@@ -24,6 +24,7 @@ BEST = 0.70  # of the throughput of the best micro-batch
 SAFE_MEMORY = 0.80  # share of the memory that a larger micro-batch may fill: margin of the dual-GPU study
 EVALUATION = 0.20  # of the wall time; calibrated
 RARER = 4  # times, but once in the run at least: what is advised
+LEAST_SECONDS = 10.0  # of evaluation and saving in all: less is not worth a change. House rule
 REPEATED = 2  # evaluations or checkpoints while it trains; a single one cannot be made rarer
 
 
@@ -149,11 +150,10 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 
 def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """Repeated evaluation and saving take at least 20 % of the wall time of training. Calibrated."""
-    share = timing.evaluation_share(run)
-    if share is None or share < EVALUATION or timing.pauses(run) < REPEATED:
+    """Repeated evaluation and saving take at least 20 % of the wall time of training, and 10 s. Calibrated."""
+    share, (spent, whole) = timing.evaluation_share(run), timing.evaluation_seconds(run)
+    if share is None or spent is None or share < EVALUATION or spent < LEAST_SECONDS or timing.pauses(run) < REPEATED:
         return None
-    spent, whole = timing.evaluation_seconds(run)
     start = timing.session_start(run)
     session = f" Counted since step {start}, where the run was resumed." if start else ""
     if (rarer := _rarer(run, share, whole)) is None:
@@ -162,8 +162,8 @@ def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="evaluation-share",
         headline="Evaluation and saving take a large part of the time",
-        figures=(f"{duration(spent or 0.0)} of {duration(whole)}", f"{percent(share)} of the time"),
-        evidence=f"Evaluation and saving take {duration(spent or 0.0)} of {duration(whole)}: {percent(share)} "
+        figures=(f"{duration(spent)} of {duration(whole)}", f"{percent(share)} of the time"),
+        evidence=f"Evaluation and saving take {duration(spent)} of {duration(whole)}: {percent(share)} "
         f"(threshold {percent(EVALUATION)}), in {timing.pauses(run)} pauses.{session}",
         advice=advice,
         gain=gain,

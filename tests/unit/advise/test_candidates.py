@@ -88,8 +88,8 @@ def test_a_job_shorter_than_its_dry_run_is_measured_on_one_device_alone(
     monkeypatch.setattr(candidates.time, "monotonic", lambda: float(next(now)))
     assert advise.main(["mine.py", "--json", "advice.json"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert len(dry.asked) == 1 and "Dry run 1 of at most 2 (at most 5 minutes, and the time to load the model)" in said
+    assert len(dry.asked) == 1 and "Dry run 1 of at most 2 (at most 5 minutes, and loading the model)" in said
     assert "ADVICE: One device. The whole run takes 110 s there, less than each further dry run (120 s)" in said
     assert advise.main(["mine.py", "--world-sizes", "1,2"]) == 0  # as asked for
     said = " ".join(capsys.readouterr().out.split())
-    assert "Dry run 2 of at most 2: " in said and "Communication of 2 devices, 1 of 1" in said
+    assert "Dry run 2 of at most 2 (the first took 120 s): " in said and "Communication of 2 devices, 1 of 1" in said
