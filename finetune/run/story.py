@@ -168,7 +168,8 @@ class _Run:
             console().print(samples.table(answers_before, answers_after))
         report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
         if distributed.ranks().is_main:
-            report.print_verdict(*review.conclusion(output_dir), output_dir, saved=sums is not None)
+            halves, change = review.conclusion(output_dir)
+            report.print_verdict(halves, change and door.named(change), output_dir, saved=sums is not None)
         return RunOutcome(output=output)
 
     def _begin(self, trainer: Any, checkpoint: str | None) -> None:
