@@ -69,7 +69,7 @@ def threads(size: int) -> Threads:
 
 
 def on_all(group: Threads, work: Callable[[int], Any]) -> list[Any]:
-    """What each rank returns."""
+    """What each rank returns. An error comes from the rank that had it, not from those that wait for it."""
 
     def rank(part: int) -> Any:
         group.own.part = part
@@ -80,7 +80,11 @@ def on_all(group: Threads, work: Callable[[int], Any]) -> list[Any]:
             raise
 
     with ThreadPoolExecutor(group.size) as pool:
-        return list(pool.map(rank, range(group.size)))
+        found = [pool.submit(rank, part) for part in range(group.size)]
+    errors = [one.exception() for one in found]
+    for error in sorted(filter(None, errors), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        raise error
+    return [one.result() for one in found]
 
 
 @pytest.mark.parametrize(
