@@ -43,6 +43,11 @@ class Series:
         finite = self.finite().values
         return float(finite[-1]) if len(finite) else None
 
+    @property
+    def highest(self) -> float | None:
+        """The largest finite value."""
+        return max(self.finite().values.tolist(), default=None)
+
     def after(self, step: int) -> Series:
         """The part with steps above `step`."""
         return self.part(slice(int(np.searchsorted(self.steps, step, side="right")), None))

@@ -129,11 +129,8 @@ def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
 
 def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
     """A line per run with the metrics of SUMMARY."""
-
-    def cells(values: dict[str, float]) -> list[str]:
-        return [value_with_unit(name, values[name]) if name in values else "-" for name in SUMMARY]
-
-    return [[one.name, *cells(assemble.metrics(one.run))] for one in reviewed]
+    rows = [(one.name, assemble.metrics(one.run)) for one in reviewed]
+    return [[name, *(value_with_unit(key, of[key]) if key in of else "-" for key in SUMMARY)] for name, of in rows]
 
 
 def value_with_unit(name: str, value: float) -> str:
@@ -143,9 +140,7 @@ def value_with_unit(name: str, value: float) -> str:
     unit = tags.BY_NAME[name].unit
     written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": number}
     written |= {"h": lambda hours: clock(3600 * hours)}
-    if unit in written:
-        return written[unit](value)
-    return f"{number(value)} {unit}".strip()
+    return written.get(unit, lambda one: f"{number(one)} {unit}".strip())(value)
 
 
 def setting_rows(configuration: Sequence[JsonObject]) -> list[list[str]]:

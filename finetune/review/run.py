@@ -199,8 +199,7 @@ class Run:
             kept = np.array([int(step) in begun for step in series.steps], bool)
         else:
             kept = series.steps > self.warm_up
-        values = series.values[kept] if kept.any() else series.values
-        return float(np.median(values)) if len(values) else None
+        return events.finite_median(series.values[kept] if kept.any() else series.values)
 
     def phase(self, name: str) -> np.ndarray:
         """float64 [records, ranks]: seconds of "step", a phase or "own_work" in a typical step of each record; without
@@ -212,8 +211,7 @@ class Run:
         """Median step time, evaluation and saving excluded."""
         if (recorded := self.number("step_seconds_median")) is not None:
             return recorded
-        steps = self.phase("step")
-        return float(np.nanmedian(steps)) if steps.size and np.isfinite(steps).any() else None
+        return events.finite_median(self.phase("step"))
 
 
 # --- from a folder ----------------------------------------------------------------------------------------------------

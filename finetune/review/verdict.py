@@ -79,13 +79,14 @@ def _learned(run: Run) -> Half:
         if first < learning.KNOWN or (learning.is_above_held_out(first, last) if short else last < first):
             return Half("Learning", f"{text}.", "good")
         return Half("Learning", f"{text}; {few if short else 'it did not fall'}.", "unknown", "low")
+    missing = "no held-out rows" if series is None else "no second held-out loss"
     if short:
-        return Half("Learning", f"{few}, and no held-out rows.", "unknown", "low")
+        return Half("Learning", f"{few}, and {missing}.", "unknown", "low")
     first, last = curve.level(losses, 0, 0.1), curve.level(losses, 0.9, 1)
     text = f"training loss {number(first)} -> {number(last)}"
     if first - last > 2 * curve.error_of_difference(losses, 0.1):
-        return Half("Learning", f"{text}; no held-out rows to check it on.", "good", "medium")
-    return Half("Learning", f"{text}, which is within its noise; no held-out rows.", "unknown", "low")
+        return Half("Learning", f"{text}; {missing} to check it on.", "good", "medium")
+    return Half("Learning", f"{text}, which is within its noise; {missing}.", "unknown", "low")
 
 
 def _unlimited(run: Run) -> Half:

@@ -47,9 +47,9 @@ def test_every_rule_is_explained() -> None:
         ("spikes", (f"{learning.SPIKE_Z:.0f}", percent(learning.SPIKE_HEIGHT), f"{learning.SPIKES} on")),
         ("collapsed-routing", (percent(routing.UNUSED), percent(routing.ON_ONE), f"{routing.FEWEST_TOKENS:.0f}")),
         ("frozen", (f"{learning.FROZEN_NORM:g}", f"{learning.FROZEN_STEPS} steps", percent(learning.MOVED))),
-        ("updates-lost", (percent(learning.UNCHANGED),)),
+        ("updates-lost", tuple(map(percent, (learning.UNCHANGED, learning.UNCHANGED_RATE)))),
         ("overfitting", (str(learning.HELD_OUT), f"{learning.HELD_OUT_LAST} evaluations")),
-        ("answers", (percent(learning.ANSWERS),)),
+        ("answers", (percent(learning.ANSWERS), f"{learning.ANSWERS_FEWEST} answers", f"{learning.ANSWERS_STEPS} st")),
         ("rows-lost", (percent(data.DROPPED), percent(data.TRUNCATED))),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from finetune.review import events
 from finetune.review.events import Series
-from finetune.review.finding import Finding, number, percent
+from finetune.review.finding import Finding, confidence, number, percent
 from finetune.review.finding import steps as named
 from finetune.review.rules import curve
 from finetune.review.run import Run
@@ -31,6 +31,8 @@ KNOWN = 0.05  # nats: a held-out loss below has nothing left to fall by
 USUAL_RATES = {True: "1e-5 to 5e-5", False: "1e-4 to 5e-4"}  # by full_finetuning: about the defaults of `finetune init`
 LOW_RATES = {True: 1e-5, False: 1e-4}
 ANSWERS = 0.5  # of the answers to held-out prompts: more are broken than not. House rule
+ANSWERS_MORE = 0.25  # of them more than before training, and at least 2
+ANSWERS_FEWEST, ANSWERS_STEPS = 3, 10  # fewer answers or steps prove little
 SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
 SPIKE_TAIL = 3.0  # plus ln(n): the noise of small batches has an exponential tail, in which n losses reach ln(n)
 SPIKE_HEIGHT = 0.10  # of the trend
@@ -44,6 +46,8 @@ FROZEN_EVALUATION = 1e-5  # relative change of the evaluation loss, which has no
 CLIPPED = 0.90  # of the steps after warm-up; calibrated
 CLIPPED_RISE = 1.05  # instead of RISE if so many are clipped
 UNCHANGED = 0.20  # of the trained weights; calibrated, and the least that is worth a warning
+UNCHANGED_RECORDS = 3  # at least
+UNCHANGED_RATE = 0.01  # of the run's highest learning rate: below, a step barely changes a weight of any type
 
 
 def losses(run: Run) -> Series:
@@ -75,7 +79,7 @@ def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"NaN or infinite: {counted(sum(map(len, bad.values())), 'value')}",
             f"the first at step {first} of {total}",
         ),
-        evidence=f"NaN or infinity in {where}. dtype {dtype}, learning rate {_rate_at(run, first)}.",
+        evidence=f"NaN or infinity in {where}. dtype {dtype}, learning rate {_rate_up_to(run)}.",
         advice=f"{half}{lower_rate(run)}{from_there}",
         gain=f"{max(total - first + 1, 1)} of {total} steps that train",
         lost=max(total - first + 1, 1) / max(total, 1),
@@ -151,12 +155,14 @@ def is_above_held_out(loss: float, earlier: float, factor: float = HELD_OUT) -> 
 
 
 def held_out(run: Run) -> dict[str, Series]:
-    """The finite held-out losses by set, from step 0 on; the last one is that of the final model."""
+    """The finite held-out losses by set, from step 0 on; the last one is that of the final model. Of a resumed run, and
+    if the best model was loaded, run.json alone has the ends."""
     tag = tags.BY_NAME["eval_loss"].tag
     sets = {name.removeprefix(tag).strip(): run.scalars[name] for name in run.scalars if name.startswith(f"{tag} (")}
-    final, only = run.number("eval_loss_after"), run.series("eval_loss")
-    if final is not None and len(only):  # the best model may have been loaded
-        only = events.join(only, events.of([int(only.steps[-1])], [final], [float(only.times[-1])]))
+    if len(only := run.series("eval_loss")):
+        ends = {0: run.number("eval_loss_before"), int(only.steps[-1]): run.number("eval_loss_after")}
+        known = {step: loss for step, loss in ends.items() if loss is not None}
+        only = events.join(only, events.of([*known], [*known.values()]))
     return {name: one.finite() for name, one in ({"": only} | sets).items() if len(one.finite())}
 
 
@@ -318,12 +324,10 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     is above 0, by definition. The evaluation loss has no noise and decides if there are two: neither it has moved by
     0.5 % nor has the training loss fallen. Else the noise of the training loss must be small enough to have shown a
     fall of 0.3 %."""
-    norms = run.series("gradient_norm").finite()
-    rates = run.series("learning_rate").finite()
-    trains = not len(rates) or float(rates.values.max()) > 0
-    series = losses(run)
+    norms, series, rate = run.series("gradient_norm").finite(), losses(run), run.series("learning_rate").highest
+    trains = rate is None or rate > 0
     figures: tuple[str, str] | None = None
-    headline, rate = "The weights do not train", float(rates.values.max()) if len(rates) else None
+    headline = "The weights do not train"
     advice = (
         "check what trains: lora.target_modules, lora.modules_to_save and the loss mask (`finetune prepare` shows one "
         "row with its supervised tokens)"
@@ -339,7 +343,7 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             full = run.at("config.model.full_finetuning") is True
             more = f", more steps, or {advice}" if rate is None or rate >= LOW_RATES[full] else ""
             headline, advice = "The model did not learn", f"a higher training.learning_rate ({usual_rates(run)}){more}"
-    elif trains and len(series) >= FROZEN_STEPS and len(run.series("eval_loss").finite()) < 2:
+    elif trains and len(series) >= FROZEN_STEPS and len(held_out(run).get("", events.empty())) < 2:
         figures = _flat(series.values)
     if figures is None:
         return None
@@ -347,8 +351,7 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="frozen",
         headline=headline,
         figures=figures,
-        evidence=f"{figures[0]}, {figures[1]}, over {len(series)} losses at a learning rate of up to "
-        f"{'not recorded' if rate is None else number(rate)}.",
+        evidence=f"{figures[0]}, {figures[1]}, over {len(series)} losses, learning rate {_rate_up_to(run)}.",
         advice=advice,
         gain=f"{counted(run.steps or len(series), 'step')} that train",
         lost=1.0,
@@ -381,20 +384,24 @@ def _unmoved(run: Run) -> tuple[float, float] | None:
 
 
 def answers(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """At least half of the answers to held-out prompts are empty or repeat themselves at the end, and more than before
-    training, though the run does not diverge. House rule."""
-    share, before = run.number("broken_answers_after"), run.number("broken_answers_before") or 0.0
-    if share is None or share < ANSWERS or share <= before or diverging(run) is not None:
+    """At least half of 3 or more answers to held-out prompts are empty or repeat themselves after 10 steps or more: 2
+    answers and a quarter of all more than before training, though the run does not diverge. House rule."""
+    share, before = run.number("broken_answers_after") or 0.0, run.number("broken_answers_before") or 0.0
+    count = int(run.number("answers_scored") or 0)
+    few = count < ANSWERS_FEWEST or (run.steps or 0) < ANSWERS_STEPS
+    more = round((share - before) * count)
+    if few or share < ANSWERS or more < max(2, ANSWERS_MORE * count) or diverging(run) is not None:
         return None
     return Finding(
         rule="answers",
         headline="The answers are empty or repeat themselves",
         figures=(f"{percent(share)} of the answers after training", f"{percent(before)} before"),
-        evidence=f"{percent(share)} of {run.at('answers_scored')} answers to held-out prompts are empty or end in a "
+        evidence=f"{percent(share)} of {count} answers to held-out prompts are empty or end in a "
         f"repetition (threshold {percent(ANSWERS)}); {percent(before)} before training.",
         advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); `finetune prepare` shows whether the rows teach the "
         "end of an answer",
         gain=f"up to {percent(share - before)} more answers that can be read",
+        confidence=confidence(share, ANSWERS, count),
         charts=("loss", "eval_loss"),
     )
 
@@ -410,29 +417,33 @@ def clipped_share(run: Run) -> float | None:
 
 
 def unchanged(run: Run) -> float | None:
-    """Median share of the trained weights that a step left unchanged; None if that is not recorded, or how stochastic
-    rounding works."""
-    series = run.series("weights_unchanged").finite()
-    if not len(series) or run.text("master_weights.kind") == "stochastic":
-        return None
-    return float(np.median(series.values))
+    """Median share of the trained weights that a step left unchanged; None if too few steps with a learning rate of 1 %
+    of the highest or more are recorded, or if that is how stochastic rounding works."""
+    series, rates = run.series("weights_unchanged").finite(), run.series("learning_rate").finite()
+    if len(rates):
+        rate = rates.values[np.maximum(np.searchsorted(rates.steps, series.steps, side="right") - 1, 0)]
+        series = series.part(rate >= UNCHANGED_RATE * rates.values.max())
+    judged = len(series) >= UNCHANGED_RECORDS and run.text("master_weights.kind") != "stochastic"
+    return float(np.median(series.values)) if judged else None
 
 
 def updates_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """Half of the recorded steps leave at least 20 % of the trained weights exactly as they were: the updates are
-    smaller than the spacing of the weights' type. Calibrated."""
+    """Half of the recorded steps, at least 3 whose learning rate is 1 % of the highest or more, leave at least 20 % of
+    the trained weights exactly as they were: the updates are smaller than the spacing of the weights' type.
+    Calibrated."""
     share = unchanged(run)
     if share is None or share < UNCHANGED:
         return None
     kept = run.text("master_weights.kind") or "not recorded"
+    wider = "training.master_weights: auto (a script loads the model with dtype=torch.float32 and sets bf16=True)"
     return Finding(
         rule="updates-lost",
         headline="Updates are lost to rounding",
         figures=(f"{percent(share)} of the trained weights unchanged by a step", f"threshold {percent(UNCHANGED)}"),
         evidence=f"In the median recorded step, {percent(share)} of the sampled weights that have a gradient keep "
         f"their value (threshold {percent(UNCHANGED)}). dtype {run.text('dtype') or 'not recorded'}, "
-        f"training.master_weights {kept}, learning rate {_rate_at(run, run.steps or 0)}.",
-        advice="training.master_weights: auto (a script loads the model with dtype=torch.float32 and sets bf16=True)",
+        f"training.master_weights {kept}, learning rate {_rate_up_to(run)}.",
+        advice=f"a higher training.learning_rate ({usual_rates(run)})" if kept == "float32" else wider,
         gain=f"{percent(share)} more weights that learn from a step",
         charts=("weights_unchanged", "loss"),
     )
@@ -481,17 +492,13 @@ def _max_norm(run: Run) -> float | None:
     return run.number("config.training.max_grad_norm") or None
 
 
-def _rate_at(run: Run, step: int) -> str:
-    rates = run.series("learning_rate").finite()
-    before = rates.values[rates.steps <= step]
-    return number(float(before[-1])) if len(before) else "not recorded"
+def _rate_up_to(run: Run) -> str:
+    rate = run.series("learning_rate").highest
+    return "not recorded" if rate is None else f"up to {number(rate)}"
 
 
 def lower_rate(run: Run) -> str:
-    rate = run.number("config.training.learning_rate")
-    if rate is None:
-        rates = run.series("learning_rate").finite()
-        rate = float(rates.values.max()) if len(rates) else None
+    rate = run.number("config.training.learning_rate") or run.series("learning_rate").highest
     return f"training.learning_rate: {rate / 3:.2g}" if rate else "a third of the learning rate"
 
 
@@ -504,8 +511,7 @@ def usual_rates(run: Run) -> str:
 
 def checkpoint_before(run: Run, step: int) -> str | None:
     """Name of the newest checkpoint up to a step that is still there."""
-    if run.output is None:
-        return None
-    found = [re.fullmatch(r"checkpoint-(\d{1,12})", path.name) for path in run.output.glob("checkpoint-*")]
+    paths = run.output.glob("checkpoint-*") if run.output else ()
+    found = [re.fullmatch(r"checkpoint-(\d{1,12})", path.name) for path in paths]
     steps = [int(match.group(1)) for match in found if match and int(match.group(1)) <= step]
     return f"checkpoint-{max(steps)}" if steps else None

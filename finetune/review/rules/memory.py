@@ -14,8 +14,7 @@ FULL = 0.92  # of the fullest GPU, by what torch's allocator reserved; to start 
 
 def fullest(run: Run) -> float | None:
     """Memory in use on the fullest GPU, 0 to 1: the largest value of the run."""
-    series = run.series("fullest").finite()
-    return float(series.values.max()) if len(series) else None
+    return run.series("fullest").highest
 
 
 def retries(run: Run) -> float | None:

@@ -54,9 +54,8 @@ def padding(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     share = run.typical("padding")
     if share is None or not PADDING <= share < 1:
         return None
-    packed = run.at("config.data.packing") is True
     advice = "data.packing: true"
-    if packed:
+    if run.at("config.data.packing") is True:
         longer = 2 * (run.number("config.data.pack_length") or run.number("config.data.max_length") or 1024)
         advice = f"data.pack_length: {longer:.0f}, as documents fit longer packs better"
     return Finding(
