@@ -53,7 +53,7 @@ def load(
         raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
     if quantization_config is not None:
         settings["quantization_config"] = quantization_config
-    with loaded_weights.require_all():
+    with loaded_weights.require_all(full=peft_config is None):
         loaded: Any = create_model_from_path(model, **{**settings, "device_map": stack.device_map})
     return loaded, peft_config
 

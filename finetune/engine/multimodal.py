@@ -73,7 +73,7 @@ def in_unsloths_loader(adapter: object) -> Iterator[None]:
 def towers(model: Model) -> dict[str, nn.Module]:
     """The outermost modules with weights that rows of text never reach, by their names in the model without an adapter;
     none in a model of text."""
-    base = _without_adapter(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     shape = getattr(base, "config", None)
     if shape is None or shape.get_text_config() is shape:
         return {}
@@ -83,10 +83,6 @@ def towers(model: Model) -> dict[str, nn.Module]:
             used += [one.get_input_embeddings(), one.get_output_embeddings()]
     reached = {id(part) for one in used if one is not None for part in one.modules()}
     return dict(_beside(base, "", reached))
-
-
-def _without_adapter(model: Model) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _beside(module: nn.Module, path: str, reached: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -102,7 +98,7 @@ def _beside(module: nn.Module, path: str, reached: set[int]) -> Iterator[tuple[s
 def outside_towers(model: Model) -> dict[str, nn.Module]:
     """The modules inside a model that rows of text may reach, by name."""
     beside = tuple(f"{name}." for name in towers(model))
-    base = _without_adapter(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {name: one for name, one in base.named_modules() if name and not f"{name}.".startswith(beside)}
 
 

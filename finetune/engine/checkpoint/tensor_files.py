@@ -265,7 +265,7 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     stored = TensorFiles(folder, OPTIMIZER)
     state: dict[int, JsonObject] = {int(index): dict(values) for index, values in content["state"].items()}
     for key in stored.keys():
-        if eight_bit.is_scales(key):  # read with their codes
+        if key.endswith(f".{eight_bit.SCALES}"):  # read with their codes
             continue
         in_8_bits = eight_bit.codes_state_key(key)
         number, _, name = (in_8_bits or key).partition(".")

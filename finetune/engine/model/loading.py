@@ -64,7 +64,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
     )
     with (
         explain_load_error(name, "model"),
-        loaded_weights.require_all(),
+        loaded_weights.require_all(full=config.model.full_finetuning),
         explain_out_of_memory("loading the model"),
         explain_unknown_argument(config),
         explain_attention_error(config),
@@ -155,6 +155,7 @@ def _load_transformers(
     stored = master_weights.stored_dtype(config, dtype)
     if without_weights:
         model: Any = unit_loading.meta_model(config, stored, attention_arguments(config))
+        loaded_weights.note_unused(model, model.unused_tensors, config.model.full_finetuning)
     else:
         model = load_base(
             base,

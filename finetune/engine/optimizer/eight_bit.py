@@ -138,8 +138,3 @@ def _to_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
 def codes_state_key(key: str) -> str | None:
     """The state that a tensor of codes in a file belongs to; None for other tensors."""
     return key.removesuffix(f".{_CODES}") if key.endswith(f".{_CODES}") else None
-
-
-def is_scales(key: str) -> bool:
-    """Whether a tensor in a file is the scales of codes."""
-    return key.endswith(f".{SCALES}")

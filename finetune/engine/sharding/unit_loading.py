@@ -51,7 +51,8 @@ def meta_model(config: Config, dtype: torch.dtype, attention: dict[str, str]) ->
     adapter to it as if the weights were there."""
     folder = adapter_files.base_folder(config)
     assert folder is not None
-    model = _on_meta(folder, dtype, attention)
+    model, stored = _on_meta(folder, dtype, attention), TensorFiles(folder, "model")
+    model.unused_tensors = {*stored.keys()}.difference(model.state_dict())  # type: ignore[assignment]  # to be reported
     made: dict[int, nn.Parameter] = {}
     keys = {id(one): key for key, one in _tensors(model).items()}
     for module in model.modules():
@@ -65,7 +66,7 @@ def meta_model(config: Config, dtype: torch.dtype, attention: dict[str, str]) ->
             module._parameters[name] = made[id(parameter)]
     for key, buffer in _tensors(model).items():
         if not isinstance(buffer, nn.Parameter):
-            buffer.copy_(TensorFiles(folder, "model").read_full(key))
+            buffer.copy_(stored.read_full(key))
     return model.eval()
 
 

@@ -199,6 +199,25 @@ def test_answers_of_a_check_end_where_the_positions_do(tmp_path: Path, check: Mo
     assert found["passed"] and found["loss"]["tokens"] == 14 + 1
 
 
+def test_a_tower_that_the_base_lacks_is_not_demanded(tmp_path: Path, check: ModuleType) -> None:
+    base = tiny.save_multimodal("Gemma3", tmp_path / "base")
+    kept = {k: v for k, v in load_file(base / "model.safetensors").items() if "vision_tower" not in k}
+    save_file(kept, base / "model.safetensors", {"format": "pt"})
+    make_adapter(tmp_path / "adapter", base, exclude_modules=".*vis.*")
+    merge(tmp_path / "adapter", base, tmp_path / "out")
+    job = {"base": base, "adapter": tmp_path / "adapter", "exported": tmp_path / "out"}
+
+    def wrong() -> list[str]:
+        reference = check.load_with_adapter(job, tmp_path / "adapter", torch.float32)
+        return check.compare_tensors(reference, {}, tmp_path / "out")["wrong"]
+
+    assert wrong() == []
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    lost = next(name for name in kept if name.endswith("1.self_attn.k_proj.weight"))
+    save_file({k: v for k, v in load_file(file).items() if k != lost}, file, {"format": "pt"})
+    assert wrong() == [f"{lost} is missing"]
+
+
 def test_llama_cpp_has_what_the_check_uses() -> None:
     """Of the extra `gguf`, which `make test-oldest` installs."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install '.[gguf]'")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from finetune.config.load import load
 from finetune.engine.model import adapters, loading
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import Stack
 from tests.helpers import tiny
 
 
@@ -59,6 +60,53 @@ def test_a_tied_head_may_be_missing(tmp_path: Path) -> None:
     )
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert loading.load_base(str(tmp_path))
+
+
+def load_to_train(folder: Path, full: bool, *, without_weights: bool = False) -> Any:
+    words = ["--model.model_name_or_path", str(folder), "--model.full_finetuning", str(full).lower()]
+    words += ["--data.train_file", "x", "--model.backend", "transformers"]
+    config = load(words, command="train")
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    return loading.load(config, stack, row_length=64, without_weights=without_weights)
+
+
+def test_a_tower_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Full fine-tuning would save random numbers."""
+    folder = tiny.save_multimodal("Qwen3_5", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    lost = sorted(name for name in weights if "visual.merger" in name)
+    rewrite(folder / "model.safetensors", lambda tensors: {k: v for k, v in tensors.items() if k not in lost})
+    with pytest.raises(UserError, match=rf"lack {len(lost)} of .*random numbers: {lost[0]}, "):
+        load_to_train(folder, full=True)
+    assert loading.load_base(str(folder)) and capsys.readouterr().out == ""  # such as for chat
+    assert load_to_train(folder, full=False)
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "random" in one]
+    assert line.startswith(f"warning: the files of the model lack {len(lost)} weights of its towers")
+    assert lost[0] in line
+
+
+@pytest.mark.parametrize("without_weights", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("change", "first"), [("layer", "model.layers.1.input_layernorm.weight"), ("mtp", "mtp.fc")])
+def test_weights_that_are_not_loaded(
+    change: str, first: str, full: bool, without_weights: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a further layer, or those that the class leaves out: only full fine-tuning loses them."""
+    if change == "mtp":
+        folder = tiny.save_multimodal("Qwen3_5", tmp_path / "model")
+        more = {"mtp.fc": torch.ones(2), "model.rotary_emb.inv_freq": torch.ones(2)}
+        rewrite(folder / "model.safetensors", lambda tensors: tensors | more)
+    else:
+        folder = tiny.make_model(tmp_path / "model")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert load_to_train(folder, full, without_weights=without_weights)
+    lines = [one for one in capsys.readouterr().out.splitlines() if "does not load" in one]
+    assert len(lines) == (full or change == "layer")
+    for line in lines:
+        assert f"{'9 weights' if change == 'layer' else '1 weight'} of the model's files: {first}" in line
+        assert ("fewer layers" in line) == line.startswith("warning: ") == (change == "layer")
+        assert ("The trained model will not have them." in line) == full
 
 
 def test_the_tensors_of_an_adapter_that_peft_drops(tmp_path: Path) -> None:
