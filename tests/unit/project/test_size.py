@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5655, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15456, 106),
+    "finetune/engine": (15490, 106),
     "finetune/export": (2542, 13),
     "finetune/init": (540, 6),
     "finetune/measure": (3933, 19),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (532, 7),
     "finetune/runtime": (6148, 37),
     "patches": (1085, 17),
-    "tests": (48800, 397),
+    "tests": (48860, 397),
 }
-TOTAL = (55923, 340)  # of the parts of finetune/ together
+TOTAL = (55940, 340)  # of the parts of finetune/ together
 KEYS = 98  # of the configuration
 
 OVER = (

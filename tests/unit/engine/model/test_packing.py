@@ -114,6 +114,29 @@ def test_a_leak_on_one_rank_pads_the_rows_of_all(tmp_path: Path, monkeypatch: py
     assert found.train.packs.pack_length is None and len(found.train) == len(rows)
 
 
+def test_rounding_to_16_bits_is_no_leak() -> None:
+    """A few percent of all numbers, or a token with other experts; another document is one."""
+    one = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    another = one.roll(1, 1)
+    for factor, dtype, found in ((1.05, torch.bfloat16, False), (1.05, torch.float32, True)):
+        assert trial._is_another(one, one * factor, dtype) is found
+    assert not trial._is_another(one, torch.cat([another[:1], one[1:]]), torch.bfloat16)
+    assert trial._is_another(one, another, torch.bfloat16)
+
+
+def test_a_trial_that_fails_keeps_the_packs_of_unsloths_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> trial.Separation:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(trial, "separation", fails)
+    monkeypatch.setattr(packing, "_has_unsloths_attention", lambda model: True)
+    unsloth = Stack(backend="unsloth", reason="a test", device="cuda", local_rank=0, patches=())
+    assert packing._tried(make("Llama"), torch.bfloat16, unsloth).leak is None
+    for family, stack in (("Llama", STACK), ("FalconH1", unsloth)):
+        leak = str(packing._tried(make(family), torch.bfloat16, stack).leak)
+        assert leak.startswith("it fails on a pack: RuntimeError: no kernel")
+
+
 @pytest.mark.parametrize(
     ("family", "without"),
     [
