@@ -93,11 +93,12 @@ def test_a_script_is_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) 
         "SFTTrainer(model, args, train_dataset=rows).train()\n"
         "open('marker', 'w')\n"
     )
-    words = ["mine.py", str(tiny_model), str(tiny_data / "train.jsonl"), "--json", "advice.json"]
+    devices = min(len(os.sched_getaffinity(0)), 2)
+    own = ["--world-sizes", "1,2"[: 2 * devices - 1], "--json", "advice.json"]
+    words = ["mine.py", str(tiny_model), str(tiny_data / "train.jsonl"), *own]
     done = launch.command_with_ranks("finetune.advise", words, cache=tmp_path, kind="transformers")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     advice = json.loads((tmp_path / "advice.json").read_text())
-    devices = min(len(os.sched_getaffinity(0)), 2)
     fixed = f"--finetune training.global_batch_size={4 * devices}"
     assert advice["launch"].endswith(f"mine.py {tiny_model} {tiny_data / 'train.jsonl'} {fixed}")
     assert [row["per_device"] for row in advice["rows"]] == [2] * devices
