@@ -16,6 +16,7 @@ from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
+_ADJUST = "_adjust_missing_and_unexpected_keys"
 _COMPARED = 100  # missing weights that are looked for under another name
 _NO_WEIGHT = re.compile(r"(inv_freq|position_ids|(attn|attention)\.(masked_)?bias|_scale(_inv)?)$")  # old, quantized
 
@@ -37,18 +38,18 @@ def require_all(*, full: bool | None = None) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     by_transformers, by_peft = PreTrainedModel.__dict__["from_pretrained"], PeftModel.load_adapter
-    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+    adjust: Any = getattr(PreTrainedModel, _ADJUST, None)  # of transformers itself, which may rename it
 
     @functools.wraps(by_transformers.__func__)
     def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **arguments: Any) -> Any:
         model, report = by_transformers.__func__(cls, *args, output_loading_info=True, **arguments)
         _check_model(model, report, full)
-        note_unused(model, getattr(model, "unused_tensors", ()), full)
+        note_unused(model, getattr(model, "unused_tensors", report["unexpected_keys"]), full)
         return (model, report) if output_loading_info else model
 
-    def keep_unused(model: Any, found: Any) -> None:
-        model.unused_tensors = set(found.unexpected_keys)  # also those that the class has transformers not report
-        adjust(model, found)
+    def keep_unused(model: Any, found: Any, *further: Any) -> Any:
+        model.unused_tensors = set(getattr(found, "unexpected_keys", ()))  # also what the class leaves unreported
+        return adjust(model, found, *further)
 
     @functools.wraps(by_peft)
     def load_adapter(model: Any, folder: Any, *args: Any, **arguments: Any) -> Any:
@@ -57,7 +58,8 @@ def require_all(*, full: bool | None = None) -> Iterator[None]:
         return report
 
     PreTrainedModel.from_pretrained, PeftModel.load_adapter = classmethod(from_pretrained), load_adapter  # type: ignore[method-assign, assignment]
-    PreTrainedModel._adjust_missing_and_unexpected_keys = keep_unused  # type: ignore[method-assign]
+    if adjust is not None:
+        setattr(PreTrainedModel, _ADJUST, keep_unused)
     tables = logging.getLogger("transformers.modeling_utils")
     tables.addFilter(_is_no_table)
     try:
@@ -65,7 +67,8 @@ def require_all(*, full: bool | None = None) -> Iterator[None]:
     finally:
         tables.removeFilter(_is_no_table)
         PreTrainedModel.from_pretrained, PeftModel.load_adapter = by_transformers, by_peft  # type: ignore[method-assign]
-        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
+        if adjust is not None:
+            setattr(PreTrainedModel, _ADJUST, adjust)
 
 
 def _is_no_table(record: logging.LogRecord) -> bool:
