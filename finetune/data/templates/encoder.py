@@ -30,6 +30,10 @@ NO_END = (
     "the chat template has no token at the end of an answer (model.chat_template: chatml has), so the model does not "
     "learn to stop"
 )
+END_UNMARKED = (
+    "the {% generation %} blocks of the chat template leave out the end of the turn, so the model does not learn to "
+    "stop: end them behind it"
+)
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
 
@@ -349,7 +353,7 @@ class Encoder:
         """The rendered text, its supervised spans, and notes about what of the row it lacks."""
         if self.assistant_only_loss:
             text, found, notes = finder.find(row, self._supervised_messages(row), by_skeleton=True)
-            notes += () if finder.ends_turns(row, text, found) else (NO_END,)
+            notes += () if finder.ends_turns(row, text, found) else (END_UNMARKED if finder.marked else NO_END,)
             return text, [span for _, span in found], notes
         masked = [i for i, mark in enumerate(row.supervised or ()) if mark is False]  # all other text is supervised
         text, found, notes = finder.find(row, masked, by_skeleton=False)

@@ -180,9 +180,10 @@ class SpanFinder:
         if not text or row.messages[last]["role"] != "assistant" or self._ends_in_token(text.rstrip()):
             return True
         try:
-            return bool(self.shape().end.strip())
+            end = self.shape().end.strip()
         except RowError:
             return False
+        return bool(end) and (spans is None or not self.marked or text.rstrip().endswith(end))
 
     def render(self, messages: list[Message], tools: list[JsonObject] | None = None, prompt: bool = False) -> str:
         """The text of these messages, with `prompt` up to where the next answer begins. Raises RowError."""
