@@ -30,10 +30,7 @@ NO_END = (
     "the chat template has no token at the end of an answer (model.chat_template: chatml has), so the model does not "
     "learn to stop"
 )
-END_UNMARKED = (
-    "the {% generation %} blocks of the chat template leave out the end of the turn, so the model does not learn to "
-    "stop: end them behind it"
-)
+END_UNMARKED = "the template's {% generation %} blocks end before the turn does, so the model does not learn to stop"
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
 
