@@ -343,12 +343,15 @@ def check_gradients(model: Model) -> None:
     Raises:
         UserError: names the first weights without one.
     """
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    missing = [name for name, parameter in trained if parameter.grad is None]
+    from finetune.engine import multimodal
+
+    missing = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    inside = "The text decoder has layers for images or sound, which rows of text do not reach. Use another model."
+    drop = "Remove them from lora.target_modules and lora.modules_to_save, or use data that reaches them."
     everyone = distributed.gather_objects(missing[:5])
     for rank, names in enumerate(everyone):
         if names:
             raise UserError(
                 f"trainable weights without a gradient after the first step, on rank {rank}: {', '.join(names)}. "
-                "Remove them from lora.target_modules and lora.modules_to_save, or use data that reaches them."
+                + (inside if multimodal.towers(model) else drop)
             )

@@ -119,3 +119,13 @@ def test_checkpointing_that_is_reentrant() -> None:
     assert invariants.is_checkpointing_reentrant(trainer("transformers", "cuda", True, use_reentrant=True))
     assert not invariants.is_checkpointing_reentrant(trainer("transformers", "cuda", True, use_reentrant=False))
     assert not invariants.is_checkpointing_reentrant(trainer("unsloth", "cuda", False))
+
+
+def test_weights_that_no_row_reaches_are_named_with_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers for images inside of a text decoder (Mllama) cannot be left out by a setting."""
+    from finetune.engine import multimodal
+
+    for towers, remedy in (({}, "Remove them from lora.target_modules"), ({"vision": None}, "Use another model")):
+        monkeypatch.setattr(multimodal, "towers", lambda model, found=towers: found)
+        with pytest.raises(UserError, match=rf"without a gradient .*: weight, bias\..*{remedy}"):
+            invariants.check_gradients(torch.nn.Linear(2, 2))
