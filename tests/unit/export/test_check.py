@@ -20,6 +20,12 @@ from tests.helpers.export import WARNINGS, edit, flip, load, make_adapter, make_
 pytestmark = WARNINGS
 
 
+def wrong_tensors(job: dict[str, Path], check: ModuleType) -> list[str]:
+    """What the comparison of an export's tensors finds."""
+    reference = check.load_with_adapter(job, job["adapter"], torch.float32)
+    return check.compare_tensors(reference, {}, job["exported"])["wrong"]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_trained_tokens_are_checked(kind: str, tmp_path: Path, check: ModuleType) -> None:
     """In a model with tied embeddings the head has them too."""
@@ -28,15 +34,11 @@ def test_trained_tokens_are_checked(kind: str, tmp_path: Path, check: ModuleType
     merge(tmp_path / "adapter", base, tmp_path / "out")
     job = {"base": base, "adapter": tmp_path / "adapter", "exported": tmp_path / "out"}
 
-    def wrong() -> list[str]:
-        reference = check.load_with_adapter(job, tmp_path / "adapter", torch.float32)
-        return check.compare_tensors(reference, {}, tmp_path / "out")["wrong"]
-
-    assert wrong() == []
+    assert wrong_tensors(job, check) == []
     content = load_file(tmp_path / "out" / "model.safetensors")
     content["model.embed_tokens.weight"][7, 0] += 1
     save_file(content, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    assert len(wrong()) == 1
+    assert len(wrong_tensors(job, check)) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,15 +209,11 @@ def test_a_tower_that_the_base_lacks_is_not_demanded(tmp_path: Path, check: Modu
     merge(tmp_path / "adapter", base, tmp_path / "out")
     job = {"base": base, "adapter": tmp_path / "adapter", "exported": tmp_path / "out"}
 
-    def wrong() -> list[str]:
-        reference = check.load_with_adapter(job, tmp_path / "adapter", torch.float32)
-        return check.compare_tensors(reference, {}, tmp_path / "out")["wrong"]
-
-    assert wrong() == []
+    assert wrong_tensors(job, check) == []
     file = next((tmp_path / "out").glob("*.safetensors"))
     lost = next(name for name in kept if name.endswith("1.self_attn.k_proj.weight"))
     save_file({k: v for k, v in load_file(file).items() if k != lost}, file, {"format": "pt"})
-    assert wrong() == [f"{lost} is missing"]
+    assert wrong_tensors(job, check) == [f"{lost} is missing"]
 
 
 def test_llama_cpp_has_what_the_check_uses() -> None:
