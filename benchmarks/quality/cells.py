@@ -106,7 +106,9 @@ CELLS = {
         *("lora packed at 2e-4", "lora padded at 2e-4", "limit lora padded at 2e-4", "trl lora padded at 2e-4"),
         *("lora packed at 1e-3", "limit lora padded at 1e-3", "trl lora padded at 1e-3", "lora packed at 1e-5"),
         *("qlora packed at 2e-4", "qlora padded at 2e-4", "limit qlora padded at 2e-4", "trl qlora padded at 2e-4"),
-        *("qwen limit lora padded", "trl qwen qlora padded"),
+        *("qlora packed at 1e-3", "limit qlora padded at 1e-3", "trl qlora padded at 1e-3"),
+        *("qwen limit lora padded", "trl qwen qlora padded", "qwen limit qlora padded"),
+        *("qwen lora packed at 1e-3", "qwen limit lora padded at 1e-3", "trl qwen lora padded at 1e-3"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
     )
 }

@@ -5,10 +5,11 @@
 
 PEFT adds B A to the weights of all experts in every pass, and computes the gradient of these weights to get that of A
 and B. Here the adapters are small products of their own. The kernels that sort tokens by expert, and that of silu(gate)
-* up, multiply by the adapters' factors what they have read. The latter also multiplies by the routing weight w, so that
-the results of a token's experts are only to be added. What goes from the adapters to these sums, and the gradients of
-their outer factors, are matrix products of all tokens and all experts at once, most of whose entries are zeros: a pass
-over a token's row for each of its experts costs more.
+* up, multiply by the adapters' factors what they have read. What goes from the adapters to the sums over a token's
+experts, and the gradients of their outer factors, are matrix products of all tokens and all experts at once, most of
+whose entries are zeros: a pass over a token's row for each of its experts costs more. The results of these experts, in
+16 bits, are multiplied by w as they are added in float32: else many sums would lie exactly between two numbers of 16
+bits, and a small adapter decide where they go.
 
 `install` puts this in place of the forward method of the experts. Whatever it does not compute goes through PEFT and
 transformers or Unsloth as before.
@@ -88,13 +89,17 @@ class Routing:
         """left^T right of each expert's pairs: (experts, k, n) of (pairs, k) and (pairs, n)."""
         return functional.grouped_mm(left.t(), right, offs=self.ends)
 
-    def sum(self, pairs: torch.Tensor, tokens: int, more: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of each token's pairs (pairs, n), and of `more` (tokens, n), added in float32: (tokens, n)."""
+    def sum(
+        self, pairs: torch.Tensor, tokens: int, weights: torch.Tensor | None = None, more: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The sum of each token's pairs (pairs, n) times their weights (pairs), and of `more` (tokens, n), added in
+        float32: (tokens, n)."""
         if pairs.is_cuda:
             from finetune.engine.kernels import triton_experts
 
-            return triton_experts.sum_of_pairs(pairs, self.place, tokens, more)
-        total = pairs[self.place].view(tokens, -1, pairs.shape[1]).sum(1, dtype=torch.float32)
+            return triton_experts.sum_of_pairs(pairs, self.place, tokens, weights, more)
+        weighted = pairs.float() if weights is None else pairs * weights[:, None]
+        total = weighted[self.place].view(tokens, -1, pairs.shape[1]).sum(1)
         return (total if more is None else total + more).to(pairs.dtype)
 
 
@@ -132,11 +137,12 @@ class _Experts(torch.autograd.Function):
         gate_up = routing.product(pairs, first.transpose(1, 2))
         del pairs
         sorted_weights = weights.reshape(-1).index_select(0, routing.order).float()
-        h, last_inner = gated(gate_up, sorted_weights, routing, inner, b, scaling, last_a)
+        h, last_inner = gated(gate_up, routing, inner, b, scaling, last_a)
         part = None
         if last_inner is not None:
+            last_inner = (last_inner * sorted_weights[:, None]).to(h.dtype)
             part = (routing.spread(last_inner, len(x)) * last_scaling) @ last_b.flatten(0, 1)
-        y = routing.sum(routing.product(h, last.transpose(1, 2)), len(x), part)
+        y = routing.sum(routing.product(h, last.transpose(1, 2)), len(x), sorted_weights, part)
         ctx.experts, ctx.routing, ctx.weights = experts, routing, weights.dtype
         ctx.save_for_backward(x, gate_up, sorted_weights, inner, last_inner, *factors)
         return y
@@ -174,27 +180,25 @@ class _Experts(torch.autograd.Function):
 
 def gated(
     gate_up: torch.Tensor,
-    weights: torch.Tensor,
     routing: Routing,
     inner: torch.Tensor | None,
     b: torch.Tensor | None,
     scaling: float,
     last_a: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h = w silu(gate) * up (pairs, m), and h times `last_a` (pairs, rank), None without it. In one kernel on a GPU.
+    """h = silu(gate) * up (pairs, m), and h times `last_a` (pairs, rank), None without it. In one kernel on a GPU.
 
     Args:
         gate_up: without the adapter, (pairs, 2 m).
-        weights: w of each pair, in float32.
         inner, b: scaling * inner (pairs, rank) @ b (experts, rank, 2 m) is the adapter's part; None without one.
         last_a: (experts, rank, m).
     """
     if gate_up.is_cuda:
         from finetune.engine.kernels import triton_experts
 
-        return triton_experts.gated(gate_up, weights, routing.ends, inner, b, scaling, last_a)
+        return triton_experts.gated(gate_up, routing.ends, inner, b, scaling, last_a)
     gate, up = _with_adapter(gate_up, routing, inner, b, scaling).chunk(2, dim=1)
-    h = (functional.silu(gate) * up * weights[:, None]).to(gate_up.dtype)
+    h = (functional.silu(gate) * up).to(gate_up.dtype)
     return h, None if last_a is None else routing.product(h, last_a.transpose(1, 2))
 
 
@@ -209,8 +213,8 @@ def gated_backward(
     dlast_inner: torch.Tensor | None,
     last_a: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up (pairs, 2 m), of `inner`, and of the weights in float32; and h again. Arguments as of
-    `gated`; `dlast_inner` (pairs, rank) @ `last_a` is added to dh before."""
+    """Gradients of gate and up (pairs, 2 m), of `inner`, and of the weights w in float32; and w h. Arguments as
+    of `gated`; `dlast_inner` (pairs, rank) @ `last_a` is added to dh before."""
     if gate_up.is_cuda:
         from finetune.engine.kernels import triton_experts
 

@@ -58,7 +58,7 @@ def _gather(
 
 @triton.jit(do_not_specialize=["tiles"])
 def _gated(
-    gate_up, inner, b, scaling, weights, h, last_a, product, ends, columns, tiles,
+    gate_up, inner, b, scaling, h, last_a, product, ends, columns, tiles,
     RANK: tl.constexpr, LAST_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
     EXPERTS: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
@@ -67,7 +67,6 @@ def _gated(
     expert, first, end = _tile(ends, EXPERTS, ALL, ROWS)
     if first < end:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        weight = tl.load(weights + row, mask=row < end, other=0.0)
         own_b = b + expert.to(tl.int64) * RANK * 2 * columns
         own_a = last_a + expert.to(tl.int64) * LAST_RANK * columns
         if RANK > 0:
@@ -85,11 +84,11 @@ def _gated(
                 right = right_part(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
                 u += scaling * tl.dot(left, right, input_precision=PRECISION)
             kind = h.dtype.element_ty
-            weighted = (g * tl.sigmoid(g) * u * weight[:, None]).to(kind)
-            tl.store(h + row[:, None] * columns + column[None, :], weighted, mask=inside)
+            hidden = (g * tl.sigmoid(g) * u).to(kind)
+            tl.store(h + row[:, None] * columns + column[None, :], hidden, mask=inside)
             if LAST_RANK > 0:
                 right = right_part(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
-                total += tl.dot(weighted, tl.trans(right), input_precision=PRECISION)
+                total += tl.dot(hidden, tl.trans(right), input_precision=PRECISION)
         if LAST_RANK > 0:
             k = tl.arange(0, PADDED)
             inside = (row < end)[:, None] & (k < LAST_RANK)[None, :]
@@ -153,28 +152,34 @@ def _gated_backward(
 
 
 @triton.jit
-def _sum(pairs, place, more, y, columns, MORE: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
+def _sum(
+    pairs, place, weights, more, y, columns,
+    WEIGHTED: tl.constexpr, MORE: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(CHOSEN):
         own = tl.load(place + token * CHOSEN + k)
-        total += tl.load(pairs + own * columns + column, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weights + own) if WEIGHTED else 1.0
+        total += weight * tl.load(pairs + own * columns + column, mask=inside, other=0.0).to(tl.float32)
     if MORE:
         total += tl.load(more + token * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + token * columns + column, total, mask=inside)
 
 
-def sum_of_pairs(pairs: torch.Tensor, place: torch.Tensor, tokens: int, more: torch.Tensor | None) -> torch.Tensor:
+def sum_of_pairs(
+    pairs: torch.Tensor, place: torch.Tensor, tokens: int, weights: torch.Tensor | None, more: torch.Tensor | None
+) -> torch.Tensor:
     """`Routing.sum` for contiguous pairs."""
     columns = pairs.shape[1]
     y = torch.empty(tokens, columns, dtype=pairs.dtype, device=pairs.device)
     width = min(triton.next_power_of_2(columns), 2048)
     with torch.cuda.device(pairs.device):
         grid = tokens, triton.cdiv(columns, width)
-        given = {"MORE": more is not None, "CHOSEN": len(place) // max(tokens, 1), "COLUMNS": width}
-        _sum[grid](pairs, place, _or(more, y), y, columns, **given, num_warps=8)
+        given = {"WEIGHTED": weights is not None, "MORE": more is not None, "CHOSEN": len(place) // max(tokens, 1)}
+        _sum[grid](pairs, place, _or(weights, y), _or(more, y), y, columns, **given, COLUMNS=width, num_warps=8)
     return y
 
 
@@ -195,7 +200,6 @@ def gather(
 
 def gated(
     gate_up: torch.Tensor,
-    weights: torch.Tensor,
     ends: torch.Tensor,
     inner: torch.Tensor | None,
     b: torch.Tensor | None,
@@ -205,13 +209,13 @@ def gated(
     """`grouped_experts.gated` for contiguous tensors."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     h = gate_up.new_empty(rows, columns)
-    rank, last_rank = _rank(inner), 0 if last_a is None else last_a.shape[1]
+    rank, last_rank = (0 if one is None else one.shape[1] for one in (inner, last_a))
     product = h if last_a is None else gate_up.new_empty(rows, last_rank)
     constants = _constants(gate_up, ends, rank, last_rank)
     tiles = triton.cdiv(rows, constants["ROWS"]) + len(ends)
     with torch.cuda.device(gate_up.device):
         _gated[(tiles,)](
-            gate_up, _or(inner, h), _or(b, h), float(scaling), weights, h, _or(last_a, h), product, ends, columns,
+            gate_up, _or(inner, h), _or(b, h), float(scaling), h, _or(last_a, h), product, ends, columns,
             tiles, RANK=rank, LAST_RANK=last_rank, **constants,
         )  # fmt: skip
     return h, None if last_a is None else product
@@ -232,7 +236,7 @@ def gated_backward(
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     dgate_up, h = torch.empty_like(gate_up), gate_up.new_empty(rows, columns)
     dweights = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
-    rank, last_rank = _rank(inner), 0 if last_a is None else last_a.shape[1]
+    rank, last_rank = (0 if one is None else one.shape[1] for one in (inner, last_a))
     dinner = h if inner is None else torch.empty_like(inner)
     constants = _constants(gate_up, ends, rank, last_rank)
     tiles = triton.cdiv(rows, constants["ROWS"]) + len(ends)
@@ -242,10 +246,6 @@ def gated_backward(
             dgate_up, dinner, dweights, h, ends, columns, tiles, RANK=rank, LAST_RANK=last_rank, **constants,
         )  # fmt: skip
     return dgate_up, None if inner is None else dinner, dweights, h
-
-
-def _rank(inner: torch.Tensor | None) -> int:
-    return 0 if inner is None else inner.shape[1]
 
 
 def _or(given: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
