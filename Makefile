@@ -50,7 +50,7 @@ endif
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
+	$(BIN)/accelerate launch -m finetune.train --demo --training.overwrite_output_dir true
 
 # The model's GGUF file, read once, becomes a model folder in the cache.
 demo-pretrained: $(INSTALLED)

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"Nearest is `{near[0]}`." if near else f"Commands: {', '.join(COMMANDS)}."
         if argv[0].endswith((".yaml", ".yml")):
-            hint = f"To train with this configuration: finetune train --config {argv[0]}"
+            hint = f"To train with this configuration: finetune train {argv[0]}"
         if argv[0].endswith(".py"):
             hint = f"To train with this script: accelerate launch {argv[0]}. To measure it: finetune dryrun {argv[0]}"
         sys.stderr.write(printable(f"error: unknown command: `{argv[0]}`. {hint}\n"))

@@ -27,7 +27,10 @@ PURPOSE = "Print the completion script of a shell: commands, options and configu
 NOTES = f"Install it, then start a new shell: {'; '.join(SHELLS.values())}. Exit code 0: done, 2: bad input."
 FILES = ("--config", "--json", "--out", "--html", "--data.train_file", "--data.eval_file")
 FOLDERS = ("--output-dir", "--training.output_dir", "--data.cache_dir")
-CONFIGURED = {"train": ("--dry-run",), "doctor": ()}  # commands with these options of their own only
+CONFIGURED = {  # commands with these options of their own only
+    "train": {"--demo": "train the embedded demo", "--dry-run": "measure the job on one device, save nothing else"},
+    "doctor": {},
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,8 +88,8 @@ def command_options(command: str) -> Options:
     """The options of a command besides the configuration's: what `own_options` of its module returns."""
     if command in CONFIGURED:
         found = Options(command, "")
-        for flag in CONFIGURED[command]:
-            found.add_switch(flag, "measure the job on one device, save nothing else")
+        for flag, text in CONFIGURED[command].items():
+            found.add_switch(flag, text)
         return found
     module = importlib.import_module(f"finetune.{command}")
     if not hasattr(module, "own_options"):

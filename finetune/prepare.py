@@ -71,7 +71,7 @@ def run(config: Config, json: Path | None = None) -> int:
 
     if config.demo:
         raise UserError(
-            "prepare needs a model and data, but none are configured. Set model.model_name_or_path and data.train_file."
+            "prepare needs your own model and data. Set model.model_name_or_path and data.train_file, not --demo."
         )
     if Path(str(config.model.model_name_or_path)).is_dir():  # the tokenizer is enough to prepare data
         opening.check_files(config)

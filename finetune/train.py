@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from finetune.config import Config
+from finetune.config.help import BEGINNINGS
 from finetune.engine.checkpoint import checkpoints, output_folder, resume
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, opening
 from finetune.measure import strategy
 from finetune.run import recording, story
-from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
+from finetune.runtime.command import BAD_INPUT, DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.types import JsonObject
 
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, or with --dry-run check whether training would work. Returns the exit code."""
+    """Train, or with --dry-run check whether training would work; without arguments, say how to begin. Returns the exit
+    code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print_line(BEGINNINGS)
+        return BAD_INPUT
     return run_command("train", argv, run)
 
 

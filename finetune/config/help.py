@@ -29,10 +29,25 @@ COMMON = (
     "training.resume_from_checkpoint",
 )
 
+USAGE = """\
+usage: finetune train [--config FILE.yaml] [--section.key VALUE ...]   on one device, or as set by training.strategy
+       accelerate launch -m finetune.train ...                         on several GPUs"""
+BEGINNINGS = f"""\
+{USAGE}
+
+Ways to begin:
+  finetune train --demo       see a run without a model or data of your own: a minute or two, nothing is downloaded
+  finetune init               write my.yaml for your model and data; then `finetune train my.yaml`
+  finetune convert MINE.ipynb turn an Unsloth or TRL notebook into a script for several GPUs
+  finetune train --model.model_name_or_path MODEL --data.train_file ROWS.jsonl --training.output_dir outputs/mine
+
+`finetune train --help` lists all settings.
+"""
 OPTIONS = """\
-  --config FILE.yaml    YAML file with settings; without a model, the embedded demo runs
+  --config FILE.yaml    YAML file with settings; `--config` may be left out
   --section.key VALUE   one setting, overriding the file; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
 """
+DEMO = "  --demo                train a very small embedded model on embedded rows, in outputs/demo\n"
 JSON = "  --json PATH           also write the result as JSON\n"
 DRY_RUN = (
     "  --dry-run             measure the job on one device (memory, speed, duration) within 10 minutes; save nothing\n"
@@ -44,12 +59,11 @@ HELP = "  -h, --help [SECTION]  this text, or all keys of a section: model, lora
 def help_text() -> str:
     """The help of `finetune train`: options, common settings, then every other key."""
     lines = [
-        "usage: accelerate launch -m finetune.train [--config FILE.yaml] [--section.key VALUE ...] ...",
-        "       python -m finetune.train ...   on one device, or as set by training.strategy",
+        USAGE,
         "",
-        "Fine-tune a language model on one GPU or many. Without a model, the embedded demo runs.",
+        "Fine-tune a language model on one GPU or many.",
         "",
-        (OPTIONS + DRY_RUN + JSON + HELP).rstrip(),
+        (OPTIONS + DEMO + DRY_RUN + JSON + HELP).rstrip(),
         "",
         "Set these six first (`finetune init` writes them, with comments, for your model and data):",
         *(line for name in FIRST for line in _described(name, f"--{name}", width=35)),

@@ -120,7 +120,7 @@ class _Problems:
 def load(argv: list[str], *, command: str = "train") -> Config:
     """The configuration of one invocation: command line over YAML over defaults.
 
-    Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH]`.
+    Grammar: `[[--config] F.yaml] [--section.key value | --section.key=value ...] [--demo] [--dry-run] [--json PATH]`.
     Values are YAML. A key of type bool may stand alone for true, and `-` and `_` are the same in a key. If a key is
     repeated on the command line, the last one counts. `--dry-run` is for the command `train` alone.
 
@@ -159,6 +159,7 @@ def load(argv: list[str], *, command: str = "train") -> Config:
     config = Config(
         **{section: _build(section, values) for section in SECTIONS},
         config_file=config_file,
+        demo="demo" in plain,
         dry_run="dry_run" in plain,
         json=Path(plain["json"]) if plain.get("json") else None,
         given=frozenset(origin),
@@ -323,22 +324,22 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
     rest = list(argv)
     while rest:
         token = rest.pop(0)
+        if token.endswith((".yaml", ".yml")) and not token.startswith("--"):
+            token = f"--config={token}"
         name, equals, text = token[2:].partition("=")
         name = name.replace("-", "_")
         if not token.startswith("--") or not name:
-            if token.endswith((".yaml", ".yml")):  # without its settings, others may seem to be missing
-                problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. Write --config {cut(token)}.", *KEYS)
-            elif token.endswith(".py"):
+            if token.endswith(".py"):
                 name = cut(token)
                 text = f"not an option. To train with a script, launch it (accelerate launch {name}); `finetune dryrun"
                 problems.add(f"{_COMMAND_LINE}: `{name}`: {text} {name}` measures it.", *KEYS)
             else:
                 problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. See --help.")
             continue
-        if name == "dry_run":
+        if name in ("demo", "dry_run"):
             options[name] = "true"
-            if equals or command != "train":
-                what = "--dry-run takes no value. Remove it." if equals else "only `train` has --dry-run. Remove it."
+            if equals or (name == "dry_run" and command != "train"):
+                what = "it takes no value. Remove it." if equals else "only `train` has --dry-run. Remove it."
                 problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {what}")
             continue
         has_value = bool(equals) or bool(rest and not rest[0].startswith("--"))
@@ -352,7 +353,7 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
                 problems.add(f"{_COMMAND_LINE}: `--{name} {text}`: --{name} is given twice. Keep one.", *KEYS)
             options[name] = text
         elif not key:
-            known = ["--config", "--json", *(["--dry-run"] if command == "train" else [])]
+            known = ["--config", "--demo", "--json", *(["--dry-run"] if command == "train" else [])]
             option, nearest = _closest(token.partition("=")[0], known), _nearest(section)
             text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
             problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {text}", nearest)

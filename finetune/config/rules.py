@@ -367,14 +367,13 @@ def training_data(config: Config, given: frozenset[str]) -> Contradictions:
     named = tuple(name for name in sources if not _is_default(config, name))
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} name the training data. Keep one."
+    of_a_model = tuple(name for name in NEEDS_A_MODEL if name in given and not _is_default(config, name))
     if config.demo:
-        without_model = tuple(name for name in NEEDS_A_MODEL if name in given and not _is_default(config, name))
-        if without_model:
-            yield (
-                (*without_model, "model.model_name_or_path"),
-                "no model is named, and the embedded demo brings its own model and data. Set"
-                " model.model_name_or_path, or remove these settings.",
-            )
+        if own := tuple(name for name in ("model.model_name_or_path", *of_a_model) if name in given):
+            yield own, "--demo brings its own model and data. Remove it, or these settings."
+    elif config.model.model_name_or_path is None:
+        if of_a_model:
+            yield (*of_a_model, "model.model_name_or_path"), "no model is named. Set model.model_name_or_path."
     elif not named:
         yield (
             ("model.model_name_or_path", *sources),

@@ -52,7 +52,7 @@ def _setting(default: Any, help: str, allowed: Range | None = None) -> Any:
 class ModelConfig:
     """Which model to train, and how it is loaded."""
 
-    model_name_or_path: str | None = _setting(None, "Hub name or local folder. null runs the embedded demo.", NOT_EMPTY)
+    model_name_or_path: str | None = _setting(None, "Hub name or local folder.", NOT_EMPTY)
     revision: str | None = _setting(None, "Branch, tag or commit on the Hub.")
     backend: Literal["auto", "unsloth", "transformers"] = _setting(
         "auto", "auto uses Unsloth if it can be imported and supports the device, otherwise plain transformers."
@@ -367,20 +367,16 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     config_file: str | None = None
+    demo: bool = False  # the embedded demo's model and data
     dry_run: bool = False
     json: Path | None = None
     # Dotted names that the user wrote; the others are defaults.
     given: frozenset[str] = field(default=frozenset(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)  # on former names that were taken
 
-    @property
-    def demo(self) -> bool:
-        """Whether the embedded demo runs: no model was named."""
-        return self.model.model_name_or_path is None
-
     def to_dict(self) -> Values:
-        """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script`, `given` and
-        `notes`, which belong to one invocation, not to the configuration."""
+        """The sections and `config_file`, in types of YAML and JSON, without what belongs to one invocation, not to the
+        configuration."""
         return {name: asdict(getattr(self, name)) for name in SECTIONS} | {"config_file": self.config_file}
 
     @classmethod

@@ -235,7 +235,7 @@ def _triton_cache(config: Config, found: Findings) -> Verdict:
 
 
 def _files(config: Config, found: Findings) -> Verdict:
-    if config.demo:
+    if config.model.model_name_or_path is None:
         return None
     try:
         opening.check_present(config)
@@ -246,7 +246,7 @@ def _files(config: Config, found: Findings) -> Verdict:
 
 def _batch(config: Config, found: Findings) -> Verdict:
     """Whether the global batch can be divided among the launched ranks, or among some number of the GPUs here."""
-    if config.demo:
+    if config.model.model_name_or_path is None:
         return None
     launched, most = found["launcher"].get("world_size", 1), max(len(found["devices"]), 1)
     possible = [launched] if launched > 1 else list(range(1, most + 1))

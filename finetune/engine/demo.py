@@ -1,4 +1,4 @@
-"""The embedded demo: what `accelerate launch -m finetune.train` trains without --config.
+"""The embedded demo: what `finetune train --demo` trains.
 
 A small Llama with random weights from a seed; its tokenizer and an instruction dataset are files of this package. Once
 they are on disk, they take the same code path as a user's own model and data.
@@ -153,23 +153,12 @@ def overrides(world_size: int = 1) -> dict[str, JsonObject]:
 def introduction() -> str:
     """The text printed before the demo trains."""
     return """\
-No --config was given: this is the demo. It trains a very small model (half a million parameters) that starts from
-random weights, not a pretrained one, on instructions made up for it; nothing is downloaded. All its weights are
-trained (full fine-tuning), because a LoRA adapter on random weights has nothing to build on. The model is of no use
-afterwards; the run shows that the installation works, by the same code that fine-tunes your own model.
+This is the demo. It trains a very small model (half a million parameters) that starts from random weights, not a
+pretrained one, on instructions made up for it; nothing is downloaded. All its weights are trained (full fine-tuning),
+because a LoRA adapter on random weights has nothing to build on. The model is of no use afterwards; the run shows that
+the installation works, by the same code that fine-tunes your own model.
 
-To fine-tune your own model on your own data, write my.yaml, or let `finetune init` write it:
-
-    model:
-      model_name_or_path: unsloth/Llama-3.2-1B-Instruct   # a Hub name or a folder
-    data:
-      train_file: my_data.jsonl                           # {"messages": [{"role": "user", "content": "..."}, ...]}
-    training:
-      output_dir: outputs/my-model
-
-and start it:
-
-    accelerate launch -m finetune.train --config my.yaml
+To fine-tune your own model on your own data, let `finetune init` write my.yaml, then start `finetune train my.yaml`.
 """
 
 
@@ -179,6 +168,7 @@ def configure(config: Config, folder: Path, world_size: int) -> Config:
     own = overrides(world_size)
     own["model"]["model_name_or_path"] = str(paths.model_dir)
     own["data"] |= {"train_file": str(paths.train_file), "eval_file": str(paths.eval_file)}
+    own["training"]["output_dir"] = "outputs/demo"
     own["logging"] = {"logging_steps": 25, "generate_samples": EVAL_ROWS}
     given = set(config.given)
     if any(name.startswith("lora.") for name in given):  # asks for an adapter

@@ -154,5 +154,5 @@ def write_configuration(job: Job, output_dir: Path) -> None:
     )
     content = dump_yaml(replace(config, model=model, training=training))
     rows = config.data.train_file, config.data.train, config.data.dataset_name
-    head = "" if config.demo or any(rows) else _NO_ROWS
+    head = "" if any(rows) else _NO_ROWS
     files.write_text(output_dir / CONFIGURATION, head + content)

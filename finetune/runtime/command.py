@@ -38,11 +38,14 @@ def run_command(command: str, argv: list[str] | None, run: Callable[[Config], in
 
 
 def load_config(arguments: list[str], **about: Any) -> Config:
-    """`config.load`, with the notes on former names printed. The file of --json can be written."""
+    """`config.load`, with the notes on former names printed. A model is named, unless `doctor` or the demo runs; the
+    file of --json can be written."""
     from finetune.config import load
     from finetune.runtime.files import check_writable
 
     config = load(arguments, **about)
+    if config.model.model_name_or_path is None and not (config.demo or about["command"] == "doctor"):
+        raise UserError("no model is named. Set model.model_name_or_path and data.train_file, or try --demo.")
     if config.json:
         check_writable(config.json, "--json")
     for note in config.notes:

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.campaign
 def test_the_demo_learns_its_task(tmp_path: Path) -> None:
-    """No --config: at least 0.9 of the held-out prompts are answered exactly."""
-    done = launch.run("accelerate", ["--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
+    """At least 0.9 of the held-out prompts are answered exactly."""
+    done = launch.run("accelerate", ["--demo"], cache=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
-    run = launch.read(tmp_path / "out")
+    run = launch.read(tmp_path / "outputs" / "demo")
     assert run["exact_match_before"] < 0.1
     assert run["exact_match_after"] >= 0.9
 
@@ -43,12 +43,13 @@ def test_the_pretrained_demo_learns_its_task(tmp_path: Path) -> None:
 
 def test_the_demo_explains_itself_and_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
     arguments = ["--training.max_steps", "4", "--training.global_batch_size", "16", "--logging.generate_samples", "4"]
-    done = launch.run("2 ranks", [*arguments, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
+    out = ["--training.output_dir", str(tmp_path / "out")]
+    done = launch.run("2 ranks", ["--demo", *arguments, *out], cache=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
     run = launch.read(tmp_path / "out")
     assert (run["steps"], run["batch"]["global_batch_size"], run["world_size"]) == (4, 16, 2)
     assert run["eval_loss_after"] < run["eval_loss_before"]
-    for words in ("this is the demo", "accelerate launch -m finetune.train --config my.yaml", "after training"):
+    for words in ("This is the demo", "finetune train my.yaml", "after training"):
         assert words in done.stdout
     events = EventAccumulator(str(tmp_path / "out" / "runs" / "out"))
     events.Reload()

@@ -44,24 +44,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_wheel_runs_the_demo_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    """`finetune train`, with nothing of the checkout in reach."""
+    """`finetune train --demo`, with nothing of the checkout in reach."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"FINETUNE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [
         str(installed / "bin" / "finetune"),
         "train",
+        "--demo",
         "--model.backend",
         "transformers",
         "--training.max_steps",
         "2",
-        "--training.output_dir",
-        "out",
     ]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
+    assert json.loads((tmp_path / "outputs" / "demo" / "run.json").read_text())["status"] == "done"
     where = "import finetune, patches; print(finetune.__file__, patches.__file__)"
     found = subprocess.run(
         [str(installed / "bin" / "python"), "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True

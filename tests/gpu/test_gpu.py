@@ -388,7 +388,7 @@ def test_what_is_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 def test_the_demo_learns_on_a_gpu(tmp_path: Path) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU."""
-    run = launch.train("accelerate", [], out=tmp_path / "out", cache=tmp_path)
+    run = launch.train("accelerate", ["--demo"], out=tmp_path / "out", cache=tmp_path)
     assert run["hardware"]["device"] == "cuda"
     assert run["exact_match_after"] >= 0.9
 

@@ -48,7 +48,7 @@ def check_files(config: Config) -> None:
 
 
 def resolve_demo(config: Config) -> tuple[Config, ModuleType | None]:
-    """The configuration and, if it names no model, the demo module, whose model, data and settings are filled in."""
+    """The configuration and, for --demo, the demo module, whose model, data and settings are filled in."""
     if not config.demo:
         return config, None
     from finetune.engine import demo

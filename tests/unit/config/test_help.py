@@ -31,7 +31,7 @@ def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
         assert shown == (name not in COMMON), name
     assert "  seed                        int (42)" in others
     assert "Peak learning rate. Use about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
-    assert text.startswith("usage: accelerate launch -m finetune.train [--config FILE.yaml]")
+    assert text.startswith("usage: finetune train [--config FILE.yaml]")
     assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 122
 
 
@@ -52,6 +52,16 @@ def test_help_of_a_section_has_every_key_with_type_default_and_meaning(section, 
 def test_help_comes_before_any_mistake(capsys, flag):
     assert train_main(["--config", "none.yaml", "--training.lr", "1", flag]) == 0
     assert capsys.readouterr().out == help_text()
+
+
+def test_without_arguments_train_says_how_to_begin_and_without_a_model_what_is_missing(capsys):
+    assert train_main([]) == 2
+    text = capsys.readouterr().out
+    assert text.startswith("usage: finetune train") and max(map(len, text.splitlines())) <= 120
+    for command in ("train --demo", "init", "train my.yaml", "convert MINE.ipynb", "train --model.", "train --help"):
+        assert f"finetune {command}" in text
+    assert train_main(["--training.max_steps", "4"]) == 2
+    assert capsys.readouterr().err.startswith("error: no model is named. Set model.model_name_or_path")
 
 
 def test_dry_run_belongs_to_train():

@@ -19,10 +19,11 @@ from tests.helpers import ROOT
 from tests.helpers.config import MODEL, problem, problems
 
 
-def test_nothing_given_is_the_demo():
+def test_the_defaults_and_the_demo():
     config = load([])
     assert config == Config()
-    assert config.demo and config.config_file is None and not config.dry_run and config.json is None
+    assert config.config_file is None and not config.demo and not config.dry_run and config.json is None
+    assert load(["--demo"]).demo and "takes no value" in problem("--demo=yes")
 
 
 def test_command_line_over_yaml_over_default(write):
@@ -32,7 +33,8 @@ def test_command_line_over_yaml_over_default(write):
     config = load(["--training.seed", "9", "--config", path, "--dry-run", "--json", "out.json"])
     assert (config.training.seed, config.training.learning_rate, config.training.weight_decay) == (9, 1e-5, 0.0)
     assert (config.config_file, config.dry_run, config.json) == (path, True, Path("out.json"))
-    assert not config.demo
+    assert load([path]) == load(["--config", path])
+    assert "given twice" in problem(path, "--config", path)
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2E-4", "0.0002", '"2e-4"', "2.0e-04"])
@@ -134,7 +136,7 @@ def test_round_trip(argv, write):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_example(path, write):
     config = load(["--config", str(path)])
-    assert not config.demo and config.data.train_file == "data/train.jsonl"
+    assert config.data.train_file == "data/train.jsonl"
     assert config.model.full_finetuning == (path.name == "full.yaml")
     assert config.model.load_in_4bit == (path.name == "qlora.yaml")
     for world_size in (1, 2, 4, 8):
@@ -286,7 +288,6 @@ def test_a_key_like_no_other():
     assert "Nearest is --config." in problem("--confg", "run.yaml")
     assert "expected a value after it: an integer." in problem("--lora.r")
     assert "expected a value after it: an integer." in problem("--lora.r", "--training.seed", "3")
-    assert "Write --config run.yaml." in problem("run.yaml")
 
 
 def test_a_pipe_is_no_configuration(tmp_path):
