@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,18 @@ def test_example(path, write):
     for world_size in (1, 2, 4, 8):
         assert resolve_batch(config.training, world_size).global_batch_size == config.training.global_batch_size
     assert load(["--config", write(dump_yaml(config))]).training == config.training
+
+
+def test_the_short_answers_are_configurations(write):
+    page = (ROOT / "docs" / "how-do-i.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"finetune (?:train|prepare) my\.yaml ([^#`\n]*)", page)
+    texts = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    texts += re.findall(r"`((?:lora|data|training): \{.*?\})`", page)
+    assert len(commands) > 6 and len(texts) > 4
+    for command in commands:
+        load([*MODEL, *shlex.split(command)])
+    for text in texts:
+        load([write(text), *(MODEL[2:] if "model:" in text else [])])
 
 
 def test_all_three_examples_are_there():
