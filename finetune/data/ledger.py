@@ -137,15 +137,12 @@ def notes(ledgers: dict[str, JsonObject]) -> list[str]:
     ]
 
 
-def table(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject]) -> Table:
-    """The ledgers and layouts of the training and evaluation rows, side by side."""
-    result = Table(title="Data", title_justify="left")
-    result.add_column("")
-    for name in ledgers:
-        result.add_column(name, justify="right")
+def rows(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject]) -> list[list[str]]:
+    """A line per figure of the ledgers and layouts of the training and evaluation rows, side by side."""
+    found: list[list[str]] = []
 
     def line(label: str, values: list[str]) -> None:
-        result.add_row(label, *values)
+        found.append([label, *values])
 
     each = list(ledgers.values())
     line("rows read", [f"{one['rows_read']:,}" for one in each])
@@ -168,6 +165,17 @@ def table(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject]) -> Tab
         line("packs", [f"{one['rows']:,}" for one in packed])
         line("  documents per pack", [f"{one['documents_per_row']:.1f}" for one in packed])
         line("  packing efficiency", [f"{one['packing_efficiency']:.1%}" for one in packed])
+    return found
+
+
+def table(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject]) -> Table:
+    """`rows` for the terminal."""
+    result = Table(title="Data", title_justify="left")
+    result.add_column("")
+    for name in ledgers:
+        result.add_column(name, justify="right")
+    for one in rows(ledgers, layouts):
+        result.add_row(*one)
     return result
 
 

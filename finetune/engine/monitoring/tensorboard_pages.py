@@ -6,9 +6,9 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 
+from finetune.data import ledger
 from finetune.runtime.tags import BY_NAME, PHASES, tag
 from finetune.runtime.types import JsonObject
-from finetune.text import counted
 
 LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
 # Values of the HPARAMS table: metrics that every finished run has.
@@ -28,7 +28,8 @@ def layout() -> dict[str, dict[str, list[object]]]:
 
     return {
         "1 Is it learning?": {
-            "loss [nats per supervised token]": lines("loss", "eval_loss"),
+            "training loss [nats per supervised token]": lines("loss"),
+            "held-out loss [nats per supervised token]": lines("eval_loss"),
             "answers to held-out prompts": lines("eval_exact_match", "eval_metric"),
             "token accuracy [0-1]": lines("token_accuracy", "eval_token_accuracy"),
             "entropy [nats]": lines("entropy", "eval_entropy"),
@@ -85,36 +86,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def data_page(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject], *, include_rows: bool) -> str:
-    """What happened to the rows of each split.
+    """What happened to the rows of each split, as on the terminal.
 
     Args:
         include_rows: quote the first row dropped for each reason.
     """
-    splits = list(ledgers)
-    each = list(ledgers.values())
-
-    def shares(name: str, of: str) -> list[str]:
-        return [f"{one[name]:,} ({one[name] / max(one[of], 1):.0%})" for one in each]
-
-    rows: list[list[object]] = [["rows read", *(f"{one['rows_read']:,}" for one in each)]]
-    for reason in sorted({reason for one in each for reason in one["dropped"]}):
-        counts = [one["dropped"].get(reason, 0) for one in each]
-        part = [f"{n:,} ({n / max(one['rows_read'], 1):.0%})" for n, one in zip(counts, each, strict=True)]
-        rows.append([f"dropped: {reason}", *part])
-    rows.append(["documents kept", *(f"{one['rows_kept']:,}" for one in each)])
-    rows.append(["truncated", *shares("truncated", "rows_read")])
-    rows.append(["exact duplicates", *shares("duplicates", "rows_read")])
-    rows.append(["tokens", *(f"{one['tokens']:,}" for one in each)])
-    rows.append(["supervised tokens", *shares("supervised_tokens", "tokens")])
-    filled = [layouts[name].get("packing_efficiency") for name in splits]
-    if any(filled):
-        rows.append(["padding in packs", *("" if one is None else f"{1 - one:.1%}" for one in filled)])
-    leaked = [one.get("leaked") for one in each]
-    if any(leaked):
-        rows.append(["also in the training rows", *("" if one is None else f"{one['rows']:,}" for one in leaked)])
-    for note in sorted({note for one in each for note in one.get("notes", {})}):
-        rows.append([note, *(counted(one.get("notes", {}).get(note, 0), "row") for one in each)])
-    page = table(["", *splits], rows)
+    page = table(["", *ledgers], ledger.rows(ledgers, layouts))
+    page += "".join(f"\n\n{cell(note)}" for note in ledger.notes(ledgers))
     examples = [
         [name, reason, example] for name, one in ledgers.items() for reason, example in sorted(one["examples"].items())
     ]

@@ -514,8 +514,8 @@ def test_prepare_honors_weights_and_prints_the_notes(folder: Path, capsys: pytes
     assert "only 0 and 1 are supported" in printed
     ledger = json.loads(report.read_text(encoding="utf-8"))["ledger"]["train"]
     assert ledger["notes"] == {note: 1} and ledger["dropped"] == {"invalid_weight": 1}
-    layouts = {"train": {"packing_efficiency": None}}
-    assert f"| {note} | 1 row |" in tensorboard_pages.data_page({"train": ledger}, layouts, include_rows=False)
+    layouts = {"train": {"pack_length": None}}
+    assert f"train: {note} (1 row)" in tensorboard_pages.data_page({"train": ledger}, layouts, include_rows=False)
 
 
 def test_every_setting_reaches_the_rows_and_the_cache_key(folder: Path) -> None:
