@@ -21,30 +21,8 @@ Contradiction = tuple[tuple[str, ...], str]
 Contradictions = Iterator[Contradiction]
 Rule = Callable[[Config, frozenset[str]], Contradictions]
 
-# The embedded demo brings its own model and data: these keys would have no effect on it.
-NEEDS_A_MODEL = (
-    "model.revision",
-    "model.chat_template",
-    "lora.continue_adapter",
-    "data.train_file",
-    "data.train",
-    "data.dataset_name",
-    "data.dataset_config",
-    "data.eval_file",
-    "data.eval",
-    "data.eval_fraction",
-    "data.format",
-    "data.columns",
-    "data.dataset_text_field",
-    "data.system_prompt",
-    "data.completion_only_loss",
-    "data.instruction_part",
-    "data.response_part",
-    "data.train_on_roles",
-    "data.train_on_tool_calls",
-    "data.train_on_thinking",
-    "data.chat_template_kwargs",
-)
+# The embedded demo brings its own.
+SOURCES = ("model.model_name_or_path", "data.train_file", "data.train", "data.dataset_name", "data.eval_file")
 
 # Names in report_to, as in transformers (`INTEGRATION_TO_CALLBACK`), and what each needs: its module, its name for pip.
 TRACKERS = {
@@ -367,14 +345,10 @@ def training_data(config: Config, given: frozenset[str]) -> Contradictions:
     named = tuple(name for name in sources if not _is_default(config, name))
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} name the training data. Keep one."
-    of_a_model = tuple(name for name in NEEDS_A_MODEL if name in given and not _is_default(config, name))
     if config.demo:
-        if own := tuple(name for name in ("model.model_name_or_path", *of_a_model) if name in given):
+        if own := tuple(name for name in SOURCES if name in given):
             yield own, "--demo brings its own model and data. Remove it, or these settings."
-    elif config.model.model_name_or_path is None:
-        if of_a_model:
-            yield (*of_a_model, "model.model_name_or_path"), "no model is named. Set model.model_name_or_path."
-    elif not named:
+    elif config.model.model_name_or_path is not None and not named:
         yield (
             ("model.model_name_or_path", *sources),
             "there is no training data for the model. Set data.train_file, data.dataset_name or data.train.",

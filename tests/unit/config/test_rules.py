@@ -16,7 +16,6 @@ def test_packs_cannot_be_grouped_by_length():
 
 
 SHARED = ["--training.context_parallel", "2"]
-NO_MODEL = ["--data.train_file", "t.jsonl"]
 
 
 INVOKED = ["--lora.adapter_kwargs", "{alora_invocation_tokens: [5]}"]
@@ -30,11 +29,8 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, "--model.full_finetuning", "--model.load_in_4bit"], "4-bit"),
         ([*MODEL, "--data.dataset_name", "a/b"], "both name the training data"),
         (MODEL[:2], "there is no training data"),
-        (NO_MODEL, "no model is named. Set model.model_name_or_path"),
-        (["--demo", *NO_MODEL], "--demo brings its own model and data"),
+        (["--demo", "--data.train_file", "t.jsonl"], "--demo brings its own model and data"),
         (["--demo", "--model.model_name_or_path", "a/b"], "--demo brings its own model and data"),
-        (["--data.dataset_name", "a/b"], "no model is named"),
-        (["--data.eval_file", "e.jsonl"], "no model is named"),
         ([*MODEL, "--data.dataset_config", "main"], "Set data.dataset_name"),
         ([*MODEL, "--training.max_steps", "5", "--training.num_train_epochs", "1"], "length of the run"),
         ([*MODEL, "--data.pack_length", "4096"], "packing: true"),
@@ -72,7 +68,6 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, "--data.instruction_part", "<user>"], "needs a response_part"),
         ([*MODEL, "--data.response_part", "<bot>", "--data.format", "messages"], "known without them"),
         ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "Keep one"),
-        (["--data.response_part", "<bot>"], "no model is named"),
         ([*MODEL, *SHARED, "--model.backend", "unsloth"], "with the transformers backend"),
         ([*MODEL, *INVOKED], "PEFT looks for them once per row of a batch"),
         ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to true"),
