@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 from finetune.config import Config
 from finetune.config.help import BEGINNINGS
 from finetune.engine.checkpoint import checkpoints, output_folder, resume
-from finetune.engine.record import RunRecord
+from finetune.engine.record import CONFIGURATION, RunRecord
 from finetune.engine.session import building, opening
 from finetune.measure import strategy
 from finetune.run import recording, story
+from finetune.runtime import launch_lines
 from finetune.runtime.command import BAD_INPUT, DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.types import JsonObject
@@ -58,8 +60,6 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
 class ConfigurationRun(story.Door):
     """The front door of a configuration: it loads everything, and its end is that of the process."""
 
-    resume_with = "--training.resume_from_checkpoint true"
-
     def __init__(self, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str]) -> None:
         self._demo, self._parity_dump, self._without = demo, parity_dump, without
 
@@ -73,6 +73,13 @@ class ConfigurationRun(story.Door):
         if self._demo is not None:
             print_line(self._demo.introduction())
         return opening.open_and_compare(config, batch, self._demo, record, self._without)
+
+    def resume_with(self, job: Job) -> str:
+        ranks, file = distributed.ranks(), Path(job.config.training.output_dir) / CONFIGURATION
+        alone = ranks.world_size == ranks.local_world_size
+        launcher = launch_lines.user_command(ranks.world_size, on_cpu=job.stack.device == "cpu") if alone else ["..."]
+        resumed = [str(file), "--training.resume_from_checkpoint", "true"]
+        return shlex.join([*launcher, "-m", "finetune.train", *resumed])
 
     def leave_finished(self, job: Job, start: resume.StartPoint, done: JsonObject) -> None:
         recording.write_result(job.config, done)

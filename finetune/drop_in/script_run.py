@@ -41,7 +41,8 @@ class ScriptRun(story.Door):
     `final_files` is null until the script saves the model into `output_dir`, then the checksum of each file of weights.
     """
 
-    resume_with = "trainer.train(resume_from_checkpoint=True)"
+    def resume_with(self, job: Job) -> str:
+        return "trainer.train(resume_from_checkpoint=True)"
 
     def named(self, text: str) -> str:
         return with_script_names(text)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 class Door(abc.ABC):
     """What a front door does in its own way. It need not override what a run from a configuration does."""
 
-    resume_with: str  # how the user resumes a run that was stopped
-
     def named(self, text: str) -> str:
         """A text with the settings in it called as the user calls them."""
         return text
@@ -60,6 +58,10 @@ class Door(abc.ABC):
     @abc.abstractmethod
     def trainer(self, job: Job, start: StartPoint, pages: Dashboard) -> AbstractContextManager[BuiltTrainer]:
         """The trainer with the callbacks of this run, for the time of the run."""
+
+    @abc.abstractmethod
+    def resume_with(self, job: Job) -> str:
+        """How the user resumes a run that was stopped."""
 
     def settled(self, job: Job) -> None:  # noqa: B027  nothing to do for most
         """Called with what was measured before the first step."""
@@ -151,7 +153,8 @@ class _Run:
             self._record_results(built)
             if built.stop.stopped:
                 record.update(status="interrupted", interrupted_by=interrupt.reason())
-                report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
+                checkpoint_saved = output_dir / f"checkpoint-{trainer.state.global_step}"
+                report.print_stopped(checkpoint_saved, door.resume_with(self.job))
                 return RunOutcome(stopped=True)
             sums = door.save(trainer, output_dir)
             after, answers_after = door.evaluate(job, built, questions, trained=True)

@@ -260,7 +260,10 @@ def test_a_signal_saves_and_ends_with_130(
     assert record["status"] == "interrupted"
     assert 0 < record["steps"] < STEPS
     assert (out / f"checkpoint-{record['steps']}" / "checkpoint.json").is_file()
-    resumed = launch.train(same, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
+    command = next(line for line in done.stdout.splitlines() if "-m finetune.train" in line).split()
+    launcher = "python -m" if how == "1 rank" else "torchrun --standalone --nproc_per_node 2 -m"
+    assert " ".join(command).startswith(f"{launcher} finetune.train")
+    resumed = launch.train(same, command[command.index("finetune.train") + 1 :], out=out, cache=tmp_path)
     assert record["losses"] + resumed["losses"] == whole["losses"]
 
 

@@ -194,7 +194,7 @@ def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> N
 
 def print_stopped(checkpoint: Path, resume_with: str) -> None:
     """Print how to resume a run that was interrupted."""
-    print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with {resume_with}.")
+    print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with:\n  {resume_with}")
 
 
 def print_conclusion(results: JsonObject, output_dir: Path, prediction: str | None) -> None:
