@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ def own_options() -> Options:
     found = Options("chat", PURPOSE, notes=NOTES, configuration=False, usage="RUN [options]")
     found.add_argument("run", type=path, metavar="RUN", help=argparse.SUPPRESS)
     found.add_switch("--compare", "answer with the base model as well, next to the trained one")
-    found.add("--prompts", path, "FILE", "answer each line of a text file, greedily, instead of talking")
+    found.add("--prompts", path, "FILE", "answer each line of a text file (- for stdin), greedily, instead of talking")
     found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
     found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
     found.add_switch("--template", "send prompts in the chat template, although the run was trained without it")
@@ -118,14 +119,16 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, is not UTF-8, or has no such line.
     """
+    given = b""
     try:
-        text = files.read_text(file, "utf-8-sig")
+        given = sys.stdin.buffer.read() if str(file) == "-" else files.read_bytes(file)
+        text = given.decode("utf-8-sig")
     except files.NotRegular:
         raise UserError(
-            f"--prompts is not a regular file: {file}. Give a text file with one prompt per line."
+            f"--prompts is not a regular file: {file}. Give a text file with one prompt per line, or - for stdin."
         ) from None
     except UnicodeDecodeError as error:
-        line = files.read_bytes(file)[: error.start].count(b"\n") + 1
+        line = given[: error.start].count(b"\n") + 1
         raise UserError(f"--prompts is not UTF-8: {file}, line {line}. Save it as UTF-8.") from None
     except OSError as error:
         raise UserError(f"--prompts cannot be read: {file} ({error.strerror}). Give a text file.") from None

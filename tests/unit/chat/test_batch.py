@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -51,10 +52,11 @@ def test_a_full_model_is_compared_with_the_model_it_was_trained_from(
     assert found["answers"][0]["base"]["text"] == reference(tiny_model, None, messages, tiny.CHAT_TEMPLATE)
 
 
-def test_a_prompt_without_template_is_continued_as_it_is(run: Path, tiny_model: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "raw.txt"
-    prompts.write_text("the cat ")
-    found = answered(tmp_path, run, "--prompts", str(prompts), "--raw")
+def test_a_prompt_from_stdin_without_template_is_continued_as_it_is(
+    run: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat ")))
+    found = answered(tmp_path, run, "--prompts", "-", "--raw")
     assert found["answers"][0]["answer"]["text"] == reference(
         tiny_model, run, [{"role": "user", "content": "the cat "}], "{{ messages[0]['content'] }}"
     )
