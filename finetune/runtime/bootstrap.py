@@ -293,12 +293,12 @@ def _has_expandable_segments() -> bool:
 
 
 def import_unsloth() -> str | None:
-    """Import Unsloth. Returns None, or the reason if it cannot be imported."""
+    """Import Unsloth, without its banner. Returns None, or the reason if it cannot be imported."""
     if importlib.util.find_spec("unsloth") is None:
         return "it is not installed"
     restored = {name: os.environ[name] for name in RESTORED if name in os.environ}
     try:
-        with quiet_ranks():
+        with contextlib.redirect_stdout(io.StringIO()):
             import unsloth  # noqa: F401
     except (ImportError, NotImplementedError, RuntimeError) as error:
         return " ".join(str(error).split())[:300] or type(error).__name__

@@ -48,11 +48,11 @@ def test_trl_before_unsloth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         bootstrap.start("auto")
 
 
-def test_the_users_compiler_settings_survive_the_import_of_unsloth(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_users_compiler_settings_survive_the_import_of_unsloth_which_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unsloth removes them; a module of that name here does the same."""
-    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.RESTORED)]
+    """Unsloth removes them and prints a banner; a module of that name here does the same."""
+    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.RESTORED), "print('patched')"]
     (tmp_path / "unsloth.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
@@ -60,6 +60,7 @@ def test_the_users_compiler_settings_survive_the_import_of_unsloth(
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     assert bootstrap.import_unsloth() is None
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/inductor" and "TORCH_LOGS" not in os.environ
+    assert capsys.readouterr() == ("", "")
     sys.modules.pop("unsloth")
 
 
