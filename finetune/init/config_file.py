@@ -10,8 +10,10 @@ from finetune.config.load import dump_setting
 from finetune.init.detect import CONVERSATIONS, Length, Model, Rows
 
 COMMENT_COLUMN = 44
-# Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning.
+# Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning. A run of few steps gets the
+# upper end of the range that the review calls usual (review/rules/learning.py): at 2e-4, 60 rows were not learned.
 LEARNING_RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
+OF_FEW_STEPS = 2.5  # times as much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ def _data(rows: Rows, *, uses_template: bool) -> list[str]:
 
 def _training(answers: Answers) -> list[str]:
     length, held_out = answers.length, answers.rows.eval_fraction > 0
+    peak = LEARNING_RATES[answers.method] * (OF_FEW_STEPS if length.few_steps else 1)
     rate = "about a tenth of LoRA's" if answers.method == "full" else "use about a tenth for full fine-tuning"
     evaluations = (
         [_line("eval_steps", length.eval_steps, "steps between evaluations of the held-out rows")] if held_out else []
@@ -120,7 +123,7 @@ def _training(answers: Answers) -> list[str]:
         _line("output_dir", answers.output_dir, "checkpoints, the result, run.json and TensorBoard's files"),
         _line("global_batch_size", length.global_batch_size, "rows per optimizer step, over all GPUs"),
         _line("num_train_epochs", length.epochs, "passes over the data; or max_steps"),
-        _line("learning_rate", LEARNING_RATES[answers.method], rate),
+        _line("learning_rate", round(peak, 6), rate),
         *evaluations,
         _line("save_steps", length.save_steps, "steps between checkpoints; 0 saves only at the end"),
         _line("seed", 42, "for the data order and the adapter's initial weights"),

@@ -64,6 +64,7 @@ class Length:
     logging_steps: int = 10
     eval_steps: int = 100
     save_steps: int = 500
+    few_steps: bool = False
 
 
 def model(name: str) -> Model:
@@ -162,6 +163,7 @@ def length(rows: Rows) -> Length:
         logging_steps=min(max(steps // 20, 1), many.logging_steps),
         eval_steps=min(math.ceil(steps / 5), many.eval_steps),
         save_steps=min(math.ceil(steps / 2), many.save_steps),
+        few_steps=steps < 100,
     )
 
 

@@ -123,6 +123,7 @@ def test_the_length_fits_the_rows(
     training = config.training
     assert (training.global_batch_size, training.num_train_epochs) == (batch, epochs)
     assert (config.logging.logging_steps, training.save_steps) == (logging, saving)
+    assert training.learning_rate == (2e-4 if rows >= 2000 else 5e-4)
     assert (training.eval_steps or None, config.data.eval_fraction) == (evaluation, held_out)
 
 
