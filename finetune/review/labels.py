@@ -6,6 +6,7 @@ from finetune.runtime import tags
 
 _LABELS = {
     "loss": "training loss",
+    "eval_loss": "held-out loss",
     "clipped": "clipped steps",
     "tokens_per_gpu": "tokens/s per device",
     "tokens_total": "tokens/s in total",

@@ -459,7 +459,7 @@ def test_a_loss_that_ends_not_finite_is_not_its_last_finite_value(tmp_path: Path
     assert second["loss"] is None and second["eval_loss"] is None  # JSON has no NaN
     rows = {row[0]: row[1:] for row in report.metric_rows(reviewed.runs)}
     assert rows["training loss, last tenth"][1] == "not finite"
-    assert rows["eval loss"] == ["no evaluation", "not finite"]
+    assert rows["held-out loss"] == ["no evaluation", "not finite"]
 
 
 def test_the_change_to_make_first_is_that_of_the_most_severe_finding(tmp_path: Path) -> None:

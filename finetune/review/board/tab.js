@@ -91,7 +91,11 @@ svg text.tick { fill: var(--faint); font-size: 11px; }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
 .legend span { overflow-wrap: anywhere; }
 .readout { min-height: 1.45em; font-size: 12px; color: var(--faint); }
-@media (max-width: 600px) { body { margin: 12px 10px 40px; } details.run { padding: 10px; } th, td { padding-right: 10px; } td.words { min-width: 12em; } }
+@media (max-width: 600px) { body { margin: 12px 10px 40px; } details.run { padding: 10px; } th, td { padding-right: 10px; } td.words { min-width: 12em; }
+  table.runs, table.runs tbody, table.runs tr, table.runs td.one-line { display: block; max-width: none; min-width: 0; }
+  table.runs thead tr { display: flex; flex-wrap: wrap; gap: 2px 12px; } table.runs thead th { border: 0; }
+  table.runs tbody tr { border-bottom: 1px solid var(--line); padding: 6px 0; } table.runs td { display: inline-block; height: auto; border: 0; }
+  table.runs td[data-label]::before { content: attr(data-label) " "; color: var(--faint); } td.one-line > div { white-space: normal; } }
 @media print { details.run { break-inside: avoid-page; } .tools, .scrolls, .readout { display: none; } }
 `;
 
@@ -407,7 +411,7 @@ function verdict(parent, run) {
 function learning(parent, run) {
   const lines = [];
   if (run.curve?.loss?.length) lines.push({name: "training loss", color: LINES[0], x: run.curve.tokens, y: run.curve.loss, end: ` ${lastTenth(run)}`});
-  if (run.evaluations?.loss?.length) lines.push({name: "eval loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true, end: ` ${lossText(run.evaluations.loss.at(-1))} (last evaluation)`});
+  if (run.evaluations?.loss?.length) lines.push({name: "held-out loss", color: LINES[1], x: run.evaluations.tokens, y: run.evaluations.loss, dots: true, end: ` ${lossText(run.evaluations.loss.at(-1))} (last evaluation)`});
   if (!lines.length) return;
   const section = panel(parent, "curve", "Loss [nats] over tokens");
   if (!lineChart(section, lines, "Loss")) make(section, "p", {}, "No finite loss was recorded.");
@@ -540,7 +544,7 @@ function compare(parent, review, boxes) {
     }
     if (run.change_first) make(limit, "div", {class: "first", title: plain(run.change_first)}, `Change first: ${plain(run.change_first)}`);
     for (const name of columns) {
-      const cell = make(line, "td"), one = run.metrics?.[name];
+      const cell = make(line, "td", {"data-label": head.find((one) => one.name === name).label}), one = run.metrics?.[name];
       if (one === undefined && name === "eval_loss") missing(cell, "none", "no evaluation was recorded");
       else if (one === undefined || (one === null && !name.endsWith("loss"))) missing(cell);
       else cell.textContent = name.endsWith("loss") ? lossText(one) : shown(one, names[name]?.unit);
