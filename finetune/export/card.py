@@ -24,8 +24,9 @@ _LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cac
 _TEXT = ("data.system_prompt",)  # the user's own words, which may be private
 _VERSIONS = ("finetune", "torch", "transformers", "peft", "trl", "accelerate", "unsloth", "bitsandbytes")
 _UNMERGED = (  # measured: docs/learning.md#no-adapters-part-is-rounded-away
-    "Served unmerged in bfloat16, an adapter loses about 0.1 % of held-out loss, more after a short training at a small"
-    " rate; merged in float32, nothing: `finetune export RUN --to merged --dtype float32`."
+    "To serve it: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER`. Unmerged in"
+    " bfloat16, an adapter loses about 0.1 % of held-out loss, more after a short training at a small rate; merged in"
+    " float32, nothing: `finetune export RUN --to merged --dtype float32`."
 )
 
 
@@ -69,7 +70,9 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     lines = ["---", *_metadata(source, form), "---", "", f"# {_title(source)}", "", _summary(source, base, form), ""]
     lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
     lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
-    lines += [_UNMERGED, ""] if form == "adapter" and source.adapter else []
+    if form == "adapter" and source.adapter:
+        rank = max(8, 1 << (int(source.adapter.get("r", 1)) - 1).bit_length())  # vLLM takes powers of two from 8 on
+        lines += [_UNMERGED.format(base=base, rank=rank), ""]
     if source.raw:
         lines += ["It was trained without a chat template: give it the prompt as it is, not messages.", ""]
     if data := list(_data(record)):

@@ -369,9 +369,12 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush `folder` and all files and folders below it to the disk."""
+    """Flush `folder` and all files and folders below it to the disk. Whoever may read a folder may read its files of
+    tensors, which safetensors keeps to their owner."""
     for parent, _, names in os.walk(folder):
         for name in names:
+            if name.endswith(".safetensors"):
+                os.chmod(Path(parent, name), os.stat(parent).st_mode & 0o666)
             sync_file(Path(parent, name))
         sync_folder(Path(parent))
 

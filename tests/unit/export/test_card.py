@@ -32,3 +32,4 @@ def test_a_model_in_the_hubs_cache_has_its_name_on_the_hub(run_folder: Path) -> 
     assert card.shortened(cached) == "our-lab/small-1.5"
     text = card.text(replace(source.find(run_folder), name=cached), "adapter", None)
     assert "base_model: our-lab/small-1.5\n" in text and "merged in float32, nothing" in text
+    assert "vllm serve our-lab/small-1.5 --enable-lora --max-lora-rank 8 --lora-modules NAME=FOLDER" in text
