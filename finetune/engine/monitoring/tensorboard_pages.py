@@ -16,7 +16,8 @@ HPARAM_METRICS = ("eval_loss", "tokens_per_gpu", "mfu", "fullest", "hours")
 
 
 def layout() -> dict[str, dict[str, list[object]]]:
-    """The charts of the custom-scalars tab, in the order of the questions that a user asks.
+    """The charts of the custom-scalars tab, in the order of the questions that a user asks: what TIME SERIES, which has
+    a chart per figure, does not show together.
 
     The same for every run and world size, or TensorBoard would show charts twice when runs are compared.
     """
@@ -34,32 +35,22 @@ def layout() -> dict[str, dict[str, list[object]]]:
             "token accuracy [0-1]": lines("token_accuracy", "eval_token_accuracy"),
             "entropy [nats]": lines("entropy", "eval_entropy"),
         },
-        "2 Is it healthy?": {
-            "gradient norm, before clipping": lines("gradient_norm"),
-            "learning rate": lines("learning_rate"),
-            "weights that a step left unchanged [0-1]": lines("weights_unchanged"),
-            "supervised tokens per step": lines("supervised_tokens"),
-        },
-        "3 Is it fast?": {
+        "2 Is it fast?": {
             "tokens per second per device": lines("tokens_per_gpu"),
-            "MFU [0-1]": lines("mfu"),
-            "step [s]": lines("step_seconds"),
-            "padding [0-1]": lines("padding"),
             "where a step goes [s]": lines(*PHASES),
         },
-        "4 Which rank holds the others back?": {
+        "3 Which rank holds the others back?": {
             "own work: median, fastest, slowest rank [s]": [
                 "Margin",
                 [tag("own_work"), tag("own_work_fastest"), tag("own_work_slowest")],  # plain tags here
             ],
             "own work of each rank [s]": lines("own_work_of_rank"),
-            "lost to the slowest rank [0-1]": lines("lost_to_slowest"),
         },
-        "5 Memory": {
+        "4 Memory": {
             "peak of each rank [GiB]": lines("peak_of_rank"),
             "fullest GPU [0-1]": lines("fullest"),
         },
-        "6 GPUs": {
+        "5 GPUs": {
             "utilization [0-1]": lines("gpu_utilization"),
             "SM clock [MHz]": lines("gpu_clock"),
             "power [W]": lines("gpu_power"),
