@@ -29,7 +29,7 @@ HELD_OUT_LAST = 2  # evaluations in a row; of a single one, which may be a bad m
 MOVED = 0.005  # of the held-out loss; calibrated, from the other side
 KNOWN = 0.05  # nats: a held-out loss below has nothing left to fall by
 USUAL_RATES = {True: "1e-5 to 5e-5", False: "1e-4 to 5e-4"}  # by full_finetuning: about the defaults of `finetune init`
-LOW_RATES = {True: 1e-5, False: 1e-4}
+LOW_RATES, HIGH_RATES = {True: 1e-5, False: 1e-4}, {True: 5e-5, False: 5e-4}
 ANSWERS = 0.5  # of the answers to held-out prompts: more are broken than not. House rule
 ANSWERS_MORE = 0.25  # of them more than before training, and at least 2
 ANSWERS_FEWEST, ANSWERS_STEPS = 3, 10  # fewer answers or steps prove little
@@ -499,7 +499,9 @@ def _rate_up_to(run: Run) -> str:
 
 def lower_rate(run: Run) -> str:
     rate = run.number("config.training.learning_rate") or run.series("learning_rate").highest
-    return f"training.learning_rate: {rate / 3:.2g}" if rate else "a third of the learning rate"
+    full = run.at("config.model.full_finetuning")
+    usual = HIGH_RATES[full] if isinstance(full, bool) else math.inf
+    return f"training.learning_rate: {min(rate / 3, usual):.2g}" if rate else "a third of the learning rate"
 
 
 def usual_rates(run: Run) -> str:
