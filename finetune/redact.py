@@ -6,6 +6,7 @@ A secret without a known prefix is only found by the name next to it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -272,10 +273,13 @@ def redact_arguments(arguments: Iterable[str]) -> list[str]:
     return shown
 
 
+_redact_again = functools.lru_cache(maxsize=4096)(redact)  # run.json is written many times with the same words
+
+
 def redact_tree(value: object) -> Any:
     """Nested dicts and lists with every string redacted and the values of secret names masked."""
     if isinstance(value, str):
-        return redact(value)
+        return _redact_again(value) if len(value) <= _MAX_WORD else redact(value)
     if isinstance(value, dict):
         return {
             key: MASK if isinstance(item, str) and item and is_secret_name(str(key)) else redact_tree(item)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ os.environ["UNSLOTH_CPU_BF16"] = "0"
 # Workers share the cores, and threads that wait for each other there cost four times the work. Read when torch is
 # imported, and by each run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Files of tests are in memory where there is room for them: on a disk they wait for it half of their time.
+_MEMORY = Path("/dev/shm")
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC:
+    if shutil.disk_usage(_MEMORY).free > 4 * 2**30:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}

@@ -6,7 +6,7 @@ Importing the stack costs seconds of CPU, a short run a fraction of one. Each re
 env, cwd, stdout, stderr, timeout) gets a supervisor, which stands in for the launcher: it forks the ranks, ends all of
 them when one fails, when the time is up or when whoever asked is gone, and answers with an exit code. A rank runs its
 command as a fresh interpreter would. What this cannot show: ranks with different hash seeds, and CUDA, which does not
-survive a fork. The server makes no tensor, starts no thread and keeps nothing of the project in memory.
+survive a fork. The server makes no tensor, starts no thread and calls nothing of the project after it is ready.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ KINDS = {
     "unsloth": STACK,
     "unsloth, code for GPUs": (),  # what its patches are tested on: it alone, with UNSLOTH_ALLOW_CPU=1
 }
-OWN = ("finetune", "patches")  # packages of the project, which each rank imports for itself
+OWN = ("finetune", "patches")
+# Of the project, what a rank imports by the time it trains. Imported anew after the start of the backend, so that no
+# module has done anything yet; a command's own module is left to the rank that runs it.
+MODULES = (
+    *("finetune.engine.session.opening", "finetune.engine.session.building", "finetune.engine.training.trainer"),
+    *("finetune.run.story", "finetune.measure.dry_run", "finetune.review"),
+)
 OWN_END_SECONDS = 1.5  # that ranks have to learn that another one has failed, and to end by themselves
 END_SECONDS = 30  # that they have in all, as torchrun gives them
 POLL_SECONDS = 0.02
@@ -87,6 +93,8 @@ def warm(kind: str) -> dict[str, str | None]:
         mapping.get_checkpoint_conversion_mapping("llama")  # hundreds of patterns of all models, compiled once
     for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
         del sys.modules[name]
+    for name in MODULES if KINDS[kind] else ():
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}

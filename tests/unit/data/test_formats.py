@@ -486,7 +486,7 @@ def test_an_empty_list_of_tools_is_none(tools: object) -> None:
 
 def test_columns_in_messages_are_cut() -> None:
     """As of a CSV file without a header, whose first row is taken for one."""
-    columns = [f"{n} {'a sentence ' * 1000}" for n in range(300)]
+    columns = [f"{n} {'a sentence ' * 100}" for n in range(300)]
     row = dict.fromkeys(columns, "x")
     for given in ({}, {"mapping": {"prompt": "none such"}}):
         with pytest.raises(UserError) as error:

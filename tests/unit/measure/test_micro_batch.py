@@ -230,9 +230,10 @@ def test_a_resumed_run_keeps_its_size(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_search_that_ended_at_its_ranks_share_goes_on_where_the_share_is_larger(runs: Runs, tmp_path: Path) -> None:
     """As on two GPUs first and then on one."""
+    runs.monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 12)
     asked = on_a_device(runs, {1: 100, 2: 300, 4: 900, 8: 2700})
-    half = ("--training.global_batch_size", "4", "--training.max_steps", "50", "--training.save_steps", "0")
-    assert runs(tmp_path / "half", *half)["batch"]["per_device"] == 4
+    few = ("--training.max_steps", "12", "--training.save_steps", "0")
+    assert runs(tmp_path / "half", *few, "--training.global_batch_size", "4")["batch"]["per_device"] == 4
     asked.clear()
-    assert runs(tmp_path / "whole", *STEPS)["batch"]["per_device"] == 8
+    assert runs(tmp_path / "whole", *few, "--training.global_batch_size", "8")["batch"]["per_device"] == 8
     assert asked == [1, 2, 4, 8]

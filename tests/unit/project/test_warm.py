@@ -57,7 +57,7 @@ WORLD = """
 import json, os, signal, sys
 found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MINE")}
 found |= {"argv": sys.argv[1:], "path": sys.path[0], "name": __name__, "cwd": os.getcwd(), "pid": os.getpid()}
-found["own"] = sorted({"finetune", "patches"} & set(sys.modules))
+found["commands"] = sorted({"finetune.train", "finetune.cli", "finetune.drop_in.start"} & set(sys.modules))
 found["sigterm"] = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 open(f"found-{os.environ.get('RANK', '0')}", "w").write(json.dumps(found))
 """
@@ -73,7 +73,7 @@ def test_a_rank_is_set_up_as_a_launcher_does(tmp_path: Path) -> None:
     for one in found:
         assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MINE"], one["name"]) == ("2", "2", "yes", "__main__")
         assert one["argv"] == ["--model.backend", "transformers"] and one["cwd"] == one["path"] == str(tmp_path)
-        assert one["own"] == [] and one["sigterm"]
+        assert one["commands"] == [] and one["sigterm"]
     done = launch.run("1 rank", ["--model.backend", "transformers"], cache=tmp_path, script=script)
     assert done.returncode == 0 and json.loads((tmp_path / "found-0").read_text())["RANK"] is None
 

@@ -99,7 +99,7 @@ WITH_CALLS = ("qwen3", "chatml_tools")
 def test_windows_give_the_spans_of_the_whole(
     name: str, kind: str, roles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = long_conversation(kind, 150)
+    row = long_conversation(kind, 90)
     encoder = Encoder(
         tokenizer_for("chatml" if name == "chatml_tools" else name),
         TEMPLATES.get(name) or CHAT_TEMPLATES[name].template,
@@ -132,4 +132,4 @@ def test_a_long_conversation_takes_linear_time(name: str, kind: str, monkeypatch
         return render(text, messages, **more)
 
     monkeypatch.setattr(spans, "render", counted)
-    assert messages_rendered(800) < 2.5 * messages_rendered(400)
+    assert messages_rendered(320) < 2.5 * messages_rendered(160)
