@@ -62,6 +62,7 @@ raise SystemExit(comm_rank.run_rank(measure))
 """
 
 
+@pytest.mark.campaign
 def test_a_rank_that_dies_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     environment = launch.environment(tmp_path)

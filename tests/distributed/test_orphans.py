@@ -80,7 +80,7 @@ def saved(out: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("how", [pytest.param("accelerate", marks=pytest.mark.campaign), "torchrun"])
+@pytest.mark.parametrize("how", ["accelerate", pytest.param("torchrun", marks=pytest.mark.campaign)])
 def test_ranks_save_and_end_when_their_launcher_is_killed(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, adopted: None, how: str
 ) -> None:

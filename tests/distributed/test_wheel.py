@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.campaign]
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def facts(prompt: str) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: Path) -> None:
     """Another process: hash seeds, of Python and of the tokenizer's trainer, differ there."""
     code = "import sys, pathlib; from finetune.engine import demo; demo.materialize(pathlib.Path(sys.argv[1]))"

@@ -115,8 +115,7 @@ def test_the_jobs_command_runs(tmp_path: Path) -> None:
     program, *words = container["command"]
     assert program == "torchrun"
     words[words.index("--nproc_per_node") + 1] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", *words, "--help"]
-    done = run(command, env=launch.environment(tmp_path), cwd=tmp_path)
+    done = launch.python(["-m", "torch.distributed.run", *words, "--help"], cache=tmp_path)
     assert done.returncode == 0 and "usage: accelerate launch -m finetune.train" in done.stdout, done.stderr
 
 

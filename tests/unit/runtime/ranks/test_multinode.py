@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-SECONDS = 30
+from tests.helpers import launch, warm
+
+SECONDS = 120
 
 
 def unused_port() -> int:
@@ -36,28 +38,23 @@ sys.exit(command.run_guarded(run))
 """
 
 
-def started(rank: int, port: int, then: str = "pass") -> subprocess.Popen[str]:
+def ran(rank: int, port: int, cache: Path, then: str = "pass") -> subprocess.CompletedProcess[str]:
     """A rank on a machine of its own, without a launcher that waits for the others."""
     given = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    given |= {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    code = MEET.replace("THEN", then)
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = launch.environment(cache, **given, MASTER_ADDR="127.0.0.2", MASTER_PORT=str(port))
+    code = ["-c", MEET.replace("THEN", then)]
+    return warm.server("transformers").run(code, ranks=1, env=env, cwd=cache, timeout=SECONDS, merged=True)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("early", [False, True])
-def test_two_machines_meet_and_end_together(early: bool) -> None:
+def test_two_machines_meet_and_end_together(early: bool, tmp_path: Path) -> None:
     """With a rank that fails before it joins the other, or none."""
     port = unused_port()
     fails = "failures.ANNOUNCE_SECONDS = 60.0; raise UserError('no such file')"
-    ranks = [started(0, port), started(1, port, fails if early else "pass")]
-    printed = [rank.communicate(timeout=4 * SECONDS)[0] for rank in ranks]
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(ran, (0, 1), [port] * 2, [tmp_path] * 2, ("pass", fails if early else "pass")))
+    printed = [rank.stdout for rank in ranks]
     assert [rank.returncode for rank in ranks] == ([1, 2] if early else [0, 0]), printed
     assert not any("Traceback" in text for text in printed), printed
     assert ("error: [rank 0] rank 1 on" in printed[0]) == early and ("no such file" in printed[0]) == early
