@@ -73,10 +73,10 @@ quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "$(ELSEWHERE) and not campaign and not process"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-full: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(ELSEWHERE)"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(ELSEWHERE)"
 
 # Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows, anew each time.
 test-newest:
@@ -86,7 +86,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install -q --upgrade pip
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
-	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(NEWEST)/bin/python -m pytest -n 3 --dist worksteal
 	$(NEWEST)/bin/python docs/site/generate.py "make test-newest"
 
 # The lower bounds of pyproject.toml.
@@ -95,7 +95,7 @@ test-oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q --upgrade pip
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[dev,gguf]'
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal
 
 # What the next releases of these three will break. The report is for .ci/first_failure.py.
 GITHUB := git+https://github.com/huggingface
@@ -104,12 +104,12 @@ test-upstream:
 	$(PYTHON) -m venv --clear $(UPSTREAM)
 	grep '^torch==' constraints.txt > $(UPSTREAM)/constraints.txt
 	$(UPSTREAM)/bin/python -m pip install -q -c $(UPSTREAM)/constraints.txt -e '.[dev]' transformers@$(GITHUB)/transformers trl@$(GITHUB)/trl peft@$(GITHUB)/peft
-	$(UPSTREAM)/bin/python -m pytest -n 2 --dist worksteal --junitxml=outputs/upstream.xml
+	$(UPSTREAM)/bin/python -m pytest -n 3 --dist worksteal --junitxml=outputs/upstream.xml
 
 # Of this process and of the processes that tests start, forked ones included.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt pytest-cov
-	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=html:outputs/coverage --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 3 --dist worksteal --cov --cov-report=html:outputs/coverage --cov-report=term:skip-covered
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

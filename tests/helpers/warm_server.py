@@ -42,10 +42,10 @@ KINDS = {
 }
 OWN = ("finetune", "patches")
 # Of the project, what a rank imports by the time it trains. Imported anew after the start of the backend, so that no
-# module has done anything yet; a command's own module is left to the rank that runs it.
+# module has done anything yet; a command's own module, and what tests put others in place of, is left to the rank.
 MODULES = (
     *("finetune.engine.session.opening", "finetune.engine.session.building", "finetune.engine.training.trainer"),
-    *("finetune.run.story", "finetune.measure.dry_run", "finetune.review"),
+    *("finetune.run.story", "finetune.review"),
 )
 OWN_END_SECONDS = 1.5  # that ranks have to learn that another one has failed, and to end by themselves
 END_SECONDS = 30  # that they have in all, as torchrun gives them
