@@ -248,6 +248,7 @@ def is_placeholder(value: str) -> bool:
     return bool(re.search(r"your|_here|\.\.\.|…|x{4}|\*{3}|<\w+>|\$\{|example\.com$|changeme|placeholder", value, re.I))
 
 
+@functools.lru_cache(maxsize=1024)  # run.json is written many times with the same words
 def redact(text: str, mask: str = MASK) -> str:
     """The text with every secret in it replaced by `mask`."""
     parts, last = [], 0
@@ -273,13 +274,10 @@ def redact_arguments(arguments: Iterable[str]) -> list[str]:
     return shown
 
 
-_redact_again = functools.lru_cache(maxsize=4096)(redact)  # run.json is written many times with the same words
-
-
 def redact_tree(value: object) -> Any:
     """Nested dicts and lists with every string redacted and the values of secret names masked."""
     if isinstance(value, str):
-        return _redact_again(value) if len(value) <= _MAX_WORD else redact(value)
+        return redact(value)
     if isinstance(value, dict):
         return {
             key: MASK if isinstance(item, str) and item and is_secret_name(str(key)) else redact_tree(item)
