@@ -1,9 +1,6 @@
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -56,16 +53,6 @@ def home(paths: demo.DemoPaths) -> Path:
 
 def facts(prompt: str) -> set[tuple[str, str, str]]:
     return set(FACT.findall(prompt))
-
-
-@pytest.mark.process
-@pytest.mark.campaign
-def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: Path) -> None:
-    """Another process: hash seeds, of Python and of the tokenizer's trainer, differ there."""
-    code = "import sys, pathlib; from finetune.engine import demo; demo.materialize(pathlib.Path(sys.argv[1]))"
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
-    assert contents(tmp_path / home(paths).name) == contents(home(paths))
 
 
 @pytest.mark.process
