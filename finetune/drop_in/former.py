@@ -46,6 +46,9 @@ class SFTConfig(trl.SFTConfig):
         # Unlike `max_length=1024`, TRL's default, this is the user's choice, whatever its value.
         self.length_given = given.get("max_seq_length") is not None
 
+    def __getattr__(self, name: str) -> Any:
+        return _by_former_name(self, name)
+
 
 class TrainingArguments(transformers.TrainingArguments):
     """`transformers.TrainingArguments`, which also takes the former names of its arguments. SFTTrainer completes them
@@ -55,6 +58,18 @@ class TrainingArguments(transformers.TrainingArguments):
         super().__init__(
             *positional, **with_current_names(given, note=lambda text: print_line(f"TrainingArguments: {text}."))
         )
+
+    def __getattr__(self, name: str) -> Any:
+        return _by_former_name(self, name)
+
+
+def _by_former_name(args: object, name: str) -> Any:
+    """The value that a former name has today: `args.max_seq_length`."""
+    one = row(name)
+    if not one.now:
+        raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
+    value = getattr(args, one.now)
+    return next((old for old, (_, today) in one.sets.items() if today == value), value)
 
 
 # Their signatures, by which a script may choose an argument's name.
@@ -82,6 +97,9 @@ def complete_arguments(
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     overrides.set_arguments(args)
+    options: Any = args.dataset_kwargs or former.get("dataset_kwargs") or {}
+    for name in sorted(options.keys() - {"skip_prepare_dataset"}):
+        print_line(f"SFTTrainer: `{name}` in `dataset_kwargs` has no effect: TRL ignores it since 0.13.")
     args = copy.copy(args)
     if type(args) is SFTConfig:
         args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours

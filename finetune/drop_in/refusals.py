@@ -238,7 +238,8 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
     """Check the model and its adapter.
 
     Raises:
-        Refused: the model is spread over several devices, or the adapter is a prompt, or one that packs would change.
+        Refused: the model is spread over several devices or is the base of one with an adapter, or the adapter is a
+            prompt, or one that packs would change.
     """
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -246,7 +247,13 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
             f"the model is spread over {', '.join(sorted(devices))}: in this trainer each GPU holds the whole model. "
             "Remove `device_map`, or load with device_map={'': local rank}."
         )
-    adapters = [peft_config, *(getattr(model, "peft_config", None) or {}).values()]
+    held = getattr(model, "peft_config", None) or {}
+    if held and not hasattr(model, "get_base_model"):
+        raise Refused(
+            "the model holds an adapter that `get_peft_model` or `add_adapter` put into it: saved from this model, "
+            "nothing could load it. Give SFTTrainer what `get_peft_model` returns."
+        )
+    adapters = [peft_config, *held.values()]
     for adapter in adapters:
         if getattr(adapter, "is_prompt_learning", False):
             raise Refused(

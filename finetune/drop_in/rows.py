@@ -67,6 +67,8 @@ def source(rows: Any, name: str, reading: RowReader) -> Source:
     batched = formats is not None and reading.takes_batches(plain)
     if column is not None:
         print_line(f"{name}: only the column {column!r} is read, {reading.why}.")
+    if tokenized and reading.formatting_func is not None:
+        print_line(f"{name}: `formatting_func` is not used, as in TRL: the rows have token ids already.")
 
     def read() -> Iterator[Item]:
         if formats is not None and batched:

@@ -284,3 +284,21 @@ def test_setup_chat_format_gives_chatml_and_its_tokens(model: Path) -> None:
     assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.eos_token == "<|im_end|>" and loaded.config.eos_token_id == tokenizer.eos_token_id
     assert loaded.get_input_embeddings().weight.shape[0] >= len(tokenizer)
+
+
+def test_former_names_are_read_back(tmp_path: Path) -> None:
+    from finetune import SFTConfig, TrainingArguments
+
+    given: dict[str, Any] = dict(max_seq_length=8, warmup_ratio=0.25, group_by_length=True)
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    assert {name: getattr(args, name) for name in given} == given
+    assert TrainingArguments(str(tmp_path), use_cpu=True, evaluation_strategy="no").evaluation_strategy == "no"
+    with pytest.raises(AttributeError, match="no attribute 'max_sequence_length'"):
+        _ = args.max_sequence_length
+
+
+def test_arguments_that_trl_ignores_are_reported(make: Callable[..., Any], capsys: pytest.CaptureFixture) -> None:
+    make([{"input_ids": [3, 4, 5]}] * 8, dataset_kwargs={"add_special_tokens": False}, formatting_func=str)
+    printed = capsys.readouterr().out
+    assert "SFTTrainer: `add_special_tokens` in `dataset_kwargs` has no effect: TRL ignores it since 0.13." in printed
+    assert "train_dataset: `formatting_func` is not used, as in TRL: the rows have token ids already." in printed

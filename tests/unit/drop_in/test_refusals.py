@@ -152,3 +152,14 @@ def test_a_model_on_several_devices_and_an_adapter_that_packs_would_change_are_r
     adapter = SimpleNamespace(alora_invocation_tokens=[5])
     with pytest.raises(refusals.Refused, match="`alora_invocation_tokens` needs rows of one document each"):
         refusals.check_model(SimpleNamespace(), adapter, SimpleNamespace(packing=True))
+
+
+def test_the_base_of_a_model_with_an_adapter_is_refused() -> None:
+    """`get_peft_model(base, config)` puts the adapter into `base` as well, which has no method to save it."""
+    from finetune.drop_in import refusals
+
+    base = SimpleNamespace(peft_config={"default": SimpleNamespace(is_prompt_learning=False)})
+    with pytest.raises(refusals.Refused, match="Give SFTTrainer what `get_peft_model` returns"):
+        refusals.check_model(base, None, SimpleNamespace(packing=False))
+    base.get_base_model = lambda: None
+    refusals.check_model(base, None, SimpleNamespace(packing=False))
