@@ -5,7 +5,7 @@
     accelerate launch full_text.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
-Left out (details in full_text.report.json): after training, so not part of it (cells 8, 9); dead code: `if
+Left out (details in full_text.report.json): after training (cells 8, 9); inference (cell 9); dead code: `if
 False:` (cell 11).
 Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.1.0. This is a derived work, so
 the notebook's license applies.
@@ -24,7 +24,9 @@ from transformers import set_seed
 
 def main() -> None:
     set_seed(3407)  # every rank starts from the same random state
+    print = PartialState().print  # once, on the main rank
 
+    # Install
     max_seq_length = 1024
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name="unsloth/Qwen3-0.6B-Base",
@@ -34,6 +36,7 @@ def main() -> None:
     )
 
     with PartialState().local_main_process_first():  # the other ranks read its cache
+        # Stories
         dataset = load_dataset("roneneldan/TinyStories", split="train[:20000]")
         dataset = dataset.filter(lambda row: len(row["text"].strip()) > 0)
         EOS_TOKEN = tokenizer.eos_token
@@ -44,6 +47,7 @@ def main() -> None:
         dataset = dataset.map(end_each_story, batched=True, remove_columns=["text"])
     print(dataset[0]["story"][:200])
 
+    # Train
     trainer = SFTTrainer(
         model=model,
         tokenizer=tokenizer,

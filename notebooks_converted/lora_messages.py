@@ -5,9 +5,9 @@
     accelerate launch lora_messages.py          # trains; --finetune training.learning_rate=1e-4 changes a value
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
-Left out (details in lora_messages.report.json): a branch that installs (cell 2); display (cells 11, 12);
-memory and time statistics (cell 15); after training, so not part of it (cells 17, 19); dead code: `if False:`
-(cells 22, 23).
+Left out (details in lora_messages.report.json): a branch that installs (cell 2); display (cells 11, 12, 19);
+memory and time statistics (cells 15, 17); after training (cells 17, 19); the trainer sets the model's mode
+(cell 19); inference (cell 19); dead code: `if False:` (cells 22, 23).
 Generated from lora_messages.ipynb (sha256 64ea92aca5c0ee66) by finetune convert 0.1.0. This is a derived
 work, so the notebook's license applies.
 """
@@ -24,6 +24,7 @@ from transformers import set_seed
 def main() -> None:
     set_seed(3407)  # every rank starts from the same random state
 
+    # Model
     max_seq_length = 2048  # Any length; RoPE scaling is done for you
     dtype = None  # None finds it out. float16 for T4 and V100, bfloat16 for Ampere and newer
     load_in_4bit = False  # True needs less memory
@@ -56,6 +57,7 @@ def main() -> None:
         loftq_config=None,
     )
 
+    # Data
     tokenizer = get_chat_template(
         tokenizer,
         chat_template="llama-3.1",
@@ -75,6 +77,7 @@ def main() -> None:
             formatting_prompts_func,
             batched=True,
         )
+    # Training
     trainer = SFTTrainer(
         model=model,
         tokenizer=tokenizer,
@@ -103,6 +106,7 @@ def main() -> None:
     trainer_stats = trainer.train()
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
+        # Saving
         model.save_pretrained("llama_lora")  # here
         tokenizer.save_pretrained("llama_lora")
 

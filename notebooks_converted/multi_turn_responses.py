@@ -6,8 +6,8 @@
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
 Left out (details in multi_turn_responses.report.json): a branch that installs (cell 1); display (cells 9, 14,
-15); memory and time statistics (cell 16); after training, so not part of it (cells 18, 20); dead code: `if
-False:` (cell 23).
+15); memory and time statistics (cells 16, 18); after training (cells 18, 20); inference (cell 20); dead code:
+`if False:` (cell 23).
 Generated from multi_turn_responses.ipynb (sha256 77badd00284eb733) by finetune convert 0.1.0. This is a
 derived work, so the notebook's license applies.
 """
@@ -24,6 +24,7 @@ from transformers import set_seed
 def main() -> None:
     set_seed(3407)  # every rank starts from the same random state
 
+    # Unsloth
     max_seq_length = 2048
     model, tokenizer = FastModel.from_pretrained(
         model_name="unsloth/gemma-3-270m-it",
@@ -55,6 +56,7 @@ def main() -> None:
         loftq_config=None,
     )
 
+    # Data
     tokenizer = get_chat_template(
         tokenizer,
         chat_template="gemma3",
@@ -76,6 +78,7 @@ def main() -> None:
 
         train_dataset = dataset["train"].map(formatting_prompts_func, batched=True)
         eval_dataset = dataset["test"].map(formatting_prompts_func, batched=True)
+    # Training
     trainer = SFTTrainer(
         model=model,
         tokenizer=tokenizer,
@@ -111,6 +114,7 @@ def main() -> None:
     trainer_stats = trainer.train()
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
+        # Saving
         model.save_pretrained("gemma_conversations")
         tokenizer.save_pretrained("gemma_conversations")
 

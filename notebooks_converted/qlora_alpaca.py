@@ -6,8 +6,8 @@
 
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
 Left out (details in qlora_alpaca.report.json): a branch that installs (cell 1); unused value (cell 2); memory
-and time statistics (cell 8); after training, so not part of it (cells 10, 12); dead code: `if False:` (cell
-15).
+and time statistics (cells 8, 10); after training (cells 10, 12); the trainer sets the model's mode (cell 12);
+inference (cell 12); dead code: `if False:` (cell 15).
 Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.1.0. This is a derived work,
 so the notebook's license applies.
 """
@@ -21,7 +21,9 @@ from transformers import set_seed
 
 def main() -> None:
     set_seed(3407)  # every rank starts from the same random state
+    print = PartialState().print  # once, on the main rank
 
+    # QLoRA on Alpaca
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name="unsloth/mistral-7b-v0.3-bnb-4bit",
         max_seq_length=2048,
@@ -39,6 +41,7 @@ def main() -> None:
         use_rslora=True,
     )
 
+    # Data
     alpaca_prompt = """Below is an instruction that describes a task, paired with an input that provides further context. Write a response that appropriately completes the request.
 
 ### Instruction:
@@ -74,6 +77,7 @@ def main() -> None:
     for row in dataset.select(range(2)):
         print(row["text"])
 
+    # Training
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
@@ -100,6 +104,7 @@ def main() -> None:
     trainer_stats = trainer.train()
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
+        # Save
         model.save_pretrained("mistral_alpaca")
         tokenizer.save_pretrained("mistral_alpaca")
 

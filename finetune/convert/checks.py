@@ -107,7 +107,9 @@ def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
 
 
 # Reasons to rewrite more than arguments.
-_REPLACES = re.compile("secrets come from|^display|packages are installed|the launcher |`tokenizer` is `proc")
+_REPLACES = re.compile(
+    "secrets come from|^display|model is not tried|packages are installed|the launcher |`tokenizer` is `proc"
+)
 _OF_DEVICES = re.compile(
     r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"
 )
@@ -214,6 +216,7 @@ def has_its_frame(conversion: Conversion) -> None:
     ):
         raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    _bound_on_every_rank(main)
     texts = [ast.unparse(node) for node in main.body]
     guards = sum(text.startswith(f"if {code.LOCAL_MAIN_RANK}:") for text in texts)
     exports = any(
@@ -229,6 +232,18 @@ def has_its_frame(conversion: Conversion) -> None:
     arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
     if "`global_batch_size`" in (ast.get_docstring(tree) or "") and "global_batch_size" not in arguments:
         raise NotVerified("V3", "global_batch_size is not given to the trainer, so the batch grows with the ranks")
+
+
+def _bound_on_every_rank(main: ast.FunctionDef) -> None:
+    """V3: every rank has bound what it reads."""
+    elsewhere: set[str] = set()  # names that some ranks have not bound
+    for node in main.body:
+        e = effects(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
+            elsewhere |= e.all_binds
+        elif missing := elsewhere & e.all_reads:
+            raise NotVerified("V3", f"line {node.lineno}: {min(missing)} is bound on one rank and read on all")
+        elsewhere -= e.binds
 
 
 def safe_on_ranks(script: str) -> None:

@@ -154,7 +154,7 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
     from finetune.convert.notebook.secrets import note_variables
-    from finetune.convert.prepare.modules import refuse_modules
+    from finetune.convert.prepare.modules import check_modules, own_modules
     from finetune.convert.prepare.pushes import save_what_is_pushed
     from finetune.convert.script.write import write
 
@@ -162,9 +162,10 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     notes += save_what_is_pushed(notebook)
     program = Program(notebook.live)
     refuse_by_kind(notebook, program)
-    conversion = write(notebook, program, notes)
+    own = own_modules(notebook, path.parent)
+    conversion = write(notebook, program, notes, own)
     conversion.report["notes"] += note_variables(notebook, conversion.script)
-    refuse_modules(notebook, path.parent, conversion.script)
+    conversion.report["notes"] += check_modules(notebook, path.parent, conversion.script, own)
     return notebook, conversion
 
 

@@ -25,10 +25,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "saves": ("method", "saves the model"),
     "exports": ("method", "kept, after training, on the main rank"),
     "on every rank": ("method", "runs on every rank, because it communicates"),
-    "on the trainer": ("method", "a call on the trainer that changes nothing about the training"),
     "moves": ("method", "moves the model or sets its mode"),
     "runs text": ("method", "runs text as code"),
-    "command line": ("method", "reads the command line"),
     "computes": ("package", "known, so no module of the notebook's own repository"),
     "shows": ("package", "draws or measures, and need not be installed: left out if nothing needs its value"),
     "configured": ("package", "setting its attributes changes the training"),
@@ -90,25 +88,20 @@ CALLS = (
     Call("to", "casts, moves"),
     Call("cuda for_training", "moves"),
     Call("for_inference", "moves, prints"),
-    Call("train", "moves, on the trainer"),
+    Call("train", "moves"),
     Call("eval", "moves, runs text"),
-    Call("evaluate", "on the trainer, on every rank"),
-    Call(
-        "data_collator get_eval_dataloader get_train_dataloader log log_metrics predict save_metrics", "on the trainer"
-    ),
+    Call("evaluate", "on every rank"),
     Call("save_pretrained", "saves"),
-    Call("save_model", "saves, prints, on the trainer, on every rank"),
-    Call("save_state", "saves, on the trainer, on every rank"),
-    Call("push_to_hub", "exports, on the trainer"),
+    Call("save_model", "saves, prints, on every rank"),
+    Call("save_state", "saves, on every rank"),
     Call(
-        "merge_and_unload push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_openvino push_to_hub_torchao"
-        " save_lora save_pretrained_ggml save_pretrained_gguf save_pretrained_merged save_pretrained_openvino"
-        " save_pretrained_torchao unsloth_save_model",
+        "merge_and_unload push_to_hub push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_openvino"
+        " push_to_hub_torchao save_lora save_pretrained_ggml save_pretrained_gguf save_pretrained_merged"
+        " save_pretrained_openvino save_pretrained_torchao unsloth_save_model",
         "exports",
     ),
     Call("dump_jsonl save_to_disk savez to_csv to_excel to_json to_parquet to_pickle write_bytes write_text", "writes"),
     Call("__import__ compile exec globals", "runs text"),
-    Call("parse_args parse_args_and_config parse_args_into_dataclasses parse_known_args", "command line"),
     # Packages.
     Call("torch transformers unsloth bitsandbytes", "computes, configured, installed"),
     Call("unsloth_zoo", "configured, installed"),

@@ -18,6 +18,9 @@ from finetune.convert.notebook.read import Refusal, Statement
 
 # The package trains without some functions of these, so a replacement might not be called.
 _REPLACED = ("trl", "transformers", "torch", "accelerate", "unsloth", "unsloth_zoo")
+_NOT_OF_TRAINING = re.compile(
+    r"(torch\.(load|save|serialization|cuda|_dynamo|backends)|transformers\.(utils|logging))\b"
+)
 _NO_EFFECT = ("is_model_parallel", "place_model_on_device", "can_return_loss", "label_names")
 _ROWS = ("train_dataset", "eval_dataset")  # SFTTrainer takes others
 _SETS_UP = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "init_hf_repo")
@@ -30,7 +33,8 @@ def refuse_patches(program: Program, train: int) -> None:
             for target, value in _set_attributes(node):
                 name = program.dotted(target)
                 package = name.partition(".")[0]
-                if package in _REPLACED and target.attr != "__doc__" and not _is_constant(program, value):
+                trains = package in _REPLACED and not _NOT_OF_TRAINING.match(name) and target.attr != "__doc__"
+                if trains and not _is_constant(program, value):
                     raise Refusal(
                         "R4",
                         f"`{statement.head[:80]}` replaces {name.removeprefix(package + '.')} of {package}, which the"

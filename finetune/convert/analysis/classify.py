@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.analysis.names import DEFINITIONS, Program, calls, free_names, method, root
-from finetune.convert.analysis.objects import Objects, own_train_calls, plain_classes
+from finetune.convert.analysis.objects import own_train_calls, plain_classes
 from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement, is_dead
 from finetune.redact import redact
@@ -85,7 +85,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(
             "R2",
-            f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes, trains)}",
+            f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes)}",
             trains[-1][0],
         )
     if "UnslothTrainer" in names:
@@ -181,23 +181,18 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def _how_to_split(nodes: list[tuple[int, ast.AST]], trains: list[tuple[int, ast.Call]]) -> str:
-    """What to do with several trainings: whether one trainer trains twice, and what the last one starts from."""
-    once = "keep one call, with more num_train_epochs"
+def _how_to_split(nodes: list[tuple[int, ast.AST]]) -> str:
+    """What to do with several trainings, of one trainer or of several."""
+    once = "from the trained weights, keep one call, with more num_train_epochs"
     split = "split it into one notebook each, with the cells that each one needs"
-    objects = Objects([node for _, node in nodes])
-    made = [objects.made_by(call.func.value) for _, call in trains if isinstance(call.func, ast.Attribute)]
-    known = [one for one in made if one]
-    if len(known) < len(made):
-        return f"{split}; if one trainer trains again, from the trained weights, {once}"
-    if len(known[0]) == 1 and len(set(known)) == 1:
-        return f"the same trainer trains again, from the trained weights: {once}"
-    models = [{objects.model_of(call) for call in calls} for calls in known]
-    starts = [frozenset().union(*(objects.made_by(model) or () for model in given if model)) for given in models]
-    if not starts[-1] & frozenset().union(*starts[:-1]):
-        return split
+    functions = [node for _, node in nodes if isinstance(node, ast.FunctionDef)]
+    made = [node for _, node in nodes if isinstance(node, ast.Call) and _name(node.func).endswith("Trainer")]
+    if len(made) == 1 and not any(one is made[0] for function in functions for one in ast.walk(function)):
+        return f"the same trainer trains again, {once.replace(', keep', ': keep')}"
+    if len(made) == 1:
+        return f"{split}; if one trainer trains again, {once}"
     return (
-        f"{split}. The last one starts from the model that was trained before: there, save it merged (with Unsloth"
+        f"{split}; if one starts from the model that another has trained, save it merged there (with Unsloth"
         ' `save_pretrained_merged("first", tokenizer)`, else `model.merge_and_unload().save_pretrained("first")`), and'
         ' load "first" in the other notebook\'s from_pretrained'
     )
@@ -287,8 +282,10 @@ def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:
 
 # Classes of models that read images as well, which train on text with a tokenizer in place of a processor.
 _ALSO_TEXT = re.compile(r"AutoModelForImageTextToText|AutoModelForMultimodalLM|\w+ForConditionalGeneration")
-_IMAGES = re.compile(
-    r"images?|pixel_values|videos?|PIL|process_vision_info|(?>\w*?(?:Image|Vision)Processor)\w*|(?>\w*?VisionData)\w*"
+_IMAGES = re.compile(r"images?|pixel_values|videos?|PIL|process_vision_info|(?>\w*?(?:Image|Vision)Processor)\w*")
+_TEXT_ONLY = (
+    "load the model with Unsloth's FastModel or AutoModelForCausalLM and a tokenizer, and give the trainer no"
+    " data_collator for images"
 )
 
 
@@ -349,7 +346,10 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]], deciding: list[tu
                 continue
             for kind in ("audio", "images"):
                 if matches(kind, word):
-                    raise Refusal("R3", f"the notebook trains on {kind} ({word}); only text is supported", cell)
+                    reason = f"the notebook trains on {kind} ({word}); only text is supported"
+                    if kind == "images" and not images:
+                        reason = f"{word} is for images, of which the rows have none; {_TEXT_ONLY}"
+                    raise Refusal("R3", reason, cell)
 
 
 def unparsed_after_training(notebook: Notebook) -> list[int]:

@@ -18,6 +18,11 @@ NO_ENVIRONMENT = {
 MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # for one model on several devices, which ranks do not use
 
 
+def is_token(name: str) -> bool:
+    """Whether it is the variable of a token that `hf auth login` keeps as well."""
+    return NO_ENVIRONMENT.get(name, "").startswith("tokens")
+
+
 def of_launcher(node: ast.stmt) -> bool:
     """Whether it sets or removes a variable that the launcher sets for each rank."""
     name = environment_key(node)

@@ -20,13 +20,15 @@ DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(kw_only=True)
 class Effects:
-    """Names at module scope. `late` names are read when a function in the statement is called, not at definition."""
+    """Names at module scope. `late` names are read when a function in the statement is called, not at definition;
+    `own` are those that a loop, a context manager or a handler binds for its body, where no other set has them."""
 
     binds: set[str] = field(default_factory=set)
     may_bind: set[str] = field(default_factory=set)
     changes: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
 
     @property
     def all_binds(self) -> set[str]:
@@ -138,33 +140,31 @@ class _Visitor:
 
     def _compound(self, node: ast.stmt) -> None:
         self.effects.changes |= changed_in_loop(node)
+        inside, targets = _Visitor(), set[str]()
         for name, value in ast.iter_fields(node):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, ast.stmt):
-                    self.visit_statement(item, certain=isinstance(node, ast.With))
-                elif isinstance(item, ast.ExceptHandler):
-                    self._handler(item)
-                elif isinstance(item, ast.match_case):
+                    inside.visit_statement(item, certain=isinstance(node, ast.With))
+                elif isinstance(item, ast.ExceptHandler | ast.match_case):
+                    body = _Visitor()
                     for inner in item.body:
-                        self.visit_statement(inner, certain=False)
+                        body.visit_statement(inner, certain=False)
+                    inside._add(body.effects, {getattr(item, "name", None) or ""})
                 elif isinstance(item, ast.withitem):
-                    self.expression(item.context_expr)
-                    if item.optional_vars is not None:
-                        self._target(item.optional_vars, True, False)
+                    (inside if targets else self).expression(item.context_expr)
+                    targets |= set(target_names(item.optional_vars)) if item.optional_vars is not None else set()
+                elif isinstance(item, ast.expr) and name == "target":
+                    targets |= set(target_names(item))
                 elif isinstance(item, ast.expr):
-                    if name == "target":
-                        self._target(item, False, False)
-                    else:
-                        self.expression(item)
+                    self.expression(item)
+        self._add(inside.effects, targets)
 
-    def _handler(self, handler: ast.ExceptHandler) -> None:
-        """`except Exception as error:` binds the name for its own body only."""
-        body = _Visitor()
-        for inner in handler.body:
-            body.visit_statement(inner, certain=False)
+    def _add(self, inside: Effects, own: set[str]) -> None:
+        """Add the effects of a body, for which its statement binds these names."""
         for one in fields(Effects):
             names: set[str] = getattr(self.effects, one.name)
-            names |= getattr(body.effects, one.name) - {handler.name}
+            names |= getattr(inside, one.name) - own
+        self.effects.own |= own - {""}
 
     def _bind(self, name: str, certain: bool) -> None:
         (self.effects.binds if certain else self.effects.may_bind).add(name)
@@ -288,7 +288,7 @@ def body_reads(body: Sequence[ast.stmt], local: set[str]) -> set[str]:
             if isinstance(inner, ast.Global | ast.Nonlocal):
                 outside |= set(inner.names)
     each = [effects(node) for node in body]
-    own = {name for e in each for name in e.all_binds} | local
+    own = {name for e in each for name in e.all_binds | e.own} | local
     return ({name for e in each for name in e.all_reads} - own) | outside
 
 
@@ -388,26 +388,28 @@ class Program:
         self.imports = dotted_imports(statement.node for statement in self.statements)
         changing = functions_that_change([statement.node for statement in self.statements])
         for statement, found in zip(self.statements, self.effects, strict=True):
-            found.changes |= self._written(statement.node) | changed_by_calls(statement.node, changing)
+            found.changes |= self.written(statement.node) | changed_by_calls(statement.node, changing)
             if self.sets_library(statement.node):
                 found.changes.clear()  # a process-wide setting, which no value depends on
 
-    def _written(self, node: ast.stmt) -> set[str]:
-        """Files whose names are passed to a function of the notebook that writes them."""
+    def written(self, node: ast.stmt) -> set[str]:
+        """The files that a statement writes, itself or by a function of the notebook: `file:NAME`, or the path's
+        variable."""
         if isinstance(node, DEFINITIONS):
             return set()
-        paths = [path for call in calls(node) for path in self._paths_written(call)]
-        return {name for path in paths if (name := file_name(path) or root(path))}
+        paths = [path for call in calls(node) for path in [written_path(call), *self._paths_written(call)]]
+        return {name for path in paths if path is not None and (name := file_name(path) or root(path))}
 
     def _paths_written(self, call: ast.Call) -> list[ast.expr]:
-        """The arguments of a call for the parameters that the notebook's function opens for writing."""
+        """The files that the notebook's function writes: the call's arguments for its parameters, and literals."""
         definition = self.definition(getattr(call.func, "id", ""))
         if not isinstance(definition, ast.FunctionDef):
             return []
         names = [item.arg for item in [*definition.args.posonlyargs, *definition.args.args]]
         given = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
-        written = {root(path) for inner in calls(definition) if (path := written_path(inner)) is not None}
-        return [value for name, value in given if name in written]
+        paths = [path for inner in calls(definition) if (path := written_path(inner)) is not None]
+        names_written = {root(path) for path in paths}
+        return [value for name, value in given if name in names_written] + [path for path in paths if file_name(path)]
 
     def definition(self, name: str) -> DEFINITIONS | None:
         """The function or class with this name; the last one if several cells define it."""

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import re
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Statement:
     line: int  # in its cell, from 1
     node: ast.stmt
     source: str
+    heading: str = ""  # the nearest above: of Markdown, or the first line of a text between statements
 
     @property
     def is_dead(self) -> bool:
@@ -81,7 +83,6 @@ class Notebook:
     sha256: str
     statements: list[Statement] = field(default_factory=list)
     shells: list[Shell] = field(default_factory=list)
-    headings: dict[int, str] = field(default_factory=dict)  # cell -> nearest markdown heading above
     install: set[int] = field(default_factory=set)
     unparsed: list[tuple[int, str, str]] = field(default_factory=list)  # cell, parser error, text
     text: str = ""  # all code, unchanged
@@ -110,9 +111,8 @@ def read(path: Path) -> Notebook:
         if kind == "markdown":
             heading = _heading(source) or heading
         elif kind == "code":
-            notebook.headings[index] = heading
             notebook.text += source + "\n"
-            _read_cell(notebook, index, source)
+            heading = _read_cell(notebook, index, source, heading)
     _close_flags(notebook)
     return notebook
 
@@ -262,7 +262,8 @@ _INSTALL = re.compile(
 )
 
 
-def _read_cell(notebook: Notebook, index: int, source: str) -> None:
+def _read_cell(notebook: Notebook, index: int, source: str, heading: str) -> str:
+    """Add the statements of a cell. Returns the heading that its end is under."""
     if not _parses(source):
         source = _without_magics(notebook, index, _without_indent(source))
     if any(shell.cell == index and _INSTALL.search(shell.text) for shell in notebook.shells):
@@ -275,18 +276,29 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
         if isinstance(error, UnicodeError):
             why = "it has half of a character (a lone surrogate), which no file can hold. Delete it"
         notebook.unparsed.append((index, why, source))
-        return
-    lines = source.split("\n")
+        return heading
+    return _add_all(notebook, index, 0, source, heading)
+
+
+def _add_all(notebook: Notebook, cell: int, above: int, source: str, heading: str) -> str:
+    """Add the statements of a text. `above`: the lines above it in its cell. Returns the heading that its end is
+    under."""
+    lines, body = source.split("\n"), ast.parse(source).body
     ends = 0
-    for node, following in zip(tree.body, [*tree.body[1:], None], strict=False):
+    for node, following in zip(body, [*body[1:], None], strict=False):
         first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
         last = node.end_lineno or node.lineno
         if first == ends or (following is not None and following.lineno == last):  # several on one line
             text = ast.unparse(node)
-            _add(notebook, index, first, text, ast.parse(text).body[0])
+            parsed = ast.parse(text).body[0]
         else:
-            _add(notebook, index, first, *_with_comments(lines, node, first, ends))
+            text, parsed = _with_comments(lines, node, first, ends)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            text_lines = node.value.value.strip().splitlines()
+            heading = _heading(node.value.value) or (_heading(f"# {text_lines[0]}") if text_lines else heading)
+        heading = _add(notebook, cell, above + first, text, parsed, heading)
         ends = last
+    return heading
 
 
 def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> tuple[str, ast.stmt]:
@@ -303,22 +315,26 @@ def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> t
     return text, parsed
 
 
-def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) -> None:
-    """Add a statement. The body of `if True:` or of the `__main__` guard is added statement by statement."""
+def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt, heading: str) -> str:
+    """Add a statement. The body of `if True:` or of the `__main__` guard is added statement by statement. Returns the
+    heading that its end is under."""
     if isinstance(node, ast.Pass):
-        return
-    if (shell := _ipython_call(node) or _installing_process(node)) is not None:
+        return heading
+    if (shell := _ipython_call(node) or _process(node)) is not None:
         _shell(notebook, cell, line, shell)
-        return
+        return heading
     if isinstance(node, ast.If) and (
         _constant(node.test) is True or ast.unparse(node.test) == "__name__ == '__main__'"
     ):
-        for inner in node.body:
-            text = ast.unparse(inner)
-            _add(notebook, cell, line, text, ast.parse(text).body[0])
-        return
-    statement = Statement(id=len(notebook.statements), cell=cell, line=line, node=node, source=source)
-    notebook.statements.append(statement)
+        inside = "\n".join(source.split("\n")[node.lineno :])
+        text = textwrap.dedent(inside)
+        if not _parses(text) or ast.dump(ast.parse(text)) != ast.dump(ast.Module(node.body, [])):
+            text = "\n".join(map(ast.unparse, node.body))
+        return _add_all(notebook, cell, line, text, heading)
+    notebook.statements.append(
+        Statement(id=len(notebook.statements), cell=cell, line=line, node=node, source=source, heading=heading)
+    )
+    return heading
 
 
 def _constant(test: ast.expr) -> bool | None:
@@ -394,11 +410,12 @@ def _word(node: ast.expr) -> str:
     return "python" if ast.unparse(node) == "sys.executable" else "?"
 
 
-def _installing_process(node: ast.stmt) -> str | None:
-    """Treat `subprocess.run([sys.executable, "-m", "pip", "install", "x"])` like the shell line `!pip install x`."""
+def _process(node: ast.stmt) -> str | None:
+    """Treat `subprocess.run(["wget", address])` as the shell line `!wget address`."""
     call = node.value if isinstance(node, ast.Expr) else None
     text = process_command(call) if isinstance(call, ast.Call) else None
-    return text if text and _INSTALL.search(text) else None
+    named = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and text and not text.startswith("?")
+    return text if text and (named or _INSTALL.search(text)) else None
 
 
 def _parses(source: str) -> bool:

@@ -47,12 +47,12 @@ def remove_secrets(notebook: Notebook) -> list[str]:
     notes: list[str] = []
     for number, statement in enumerate(notebook.statements):
         changed, variables, has_comment = _without(statement, known)
-        notebook.statements[number] = changed
-        notes += [
-            f"cell {statement.cell}: a token in the code was not copied; the script reads the environment variable"
-            f" {variable}"
-            for variable in variables
-        ]
+        heading = known.removed(statement.heading)
+        notebook.statements[number] = replace(changed, heading=heading)
+        if "[removed]" in heading or heading != statement.heading:
+            notes.append("a token in a heading was removed")
+        if variables:
+            notes.append(f"cell {statement.cell}: a token in the code was not copied")
         if has_comment:
             notes.append(f"cell {statement.cell}: a token in a comment or docstring was removed")
     for number, shell in enumerate(notebook.shells):
@@ -60,24 +60,19 @@ def remove_secrets(notebook: Notebook) -> list[str]:
         if text != shell.text:
             notes.append(f"cell {shell.cell}: a token in a shell line or file was removed")
         notebook.shells[number] = replace(shell, text=text)
-    for cell, heading in notebook.headings.items():
-        notebook.headings[cell] = known.removed(heading)
-        if "[removed]" in heading or notebook.headings[cell] != heading:
-            notes.append("a token in a heading was removed")
     notebook.unparsed = [(cell, error, known.removed(text)) for cell, error, text in notebook.unparsed]
     return list(dict.fromkeys(notes))
 
 
 def note_variables(notebook: Notebook, script: str) -> list[str]:
-    """A note on the variables that the script reads, if the notebook loads them from a file, as the script does not."""
-    cells = [one.cell for one in notebook.statements if re.search(r"\bload_dotenv\(", ast.unparse(one.node))]
-    names = sorted({name for node in ast.walk(ast.parse(script)) if (name := _variable_read(node))})
-    if not cells or not names or "load_dotenv(" in script:
-        return []
+    """A note on the variables of secrets that the script reads, and of a file that it does not load any more."""
+    gone = "load_dotenv(" in notebook.text and "load_dotenv(" not in script
+    read = {name for node in ast.walk(ast.parse(script)) if (name := _variable_read(node))}
+    names = sorted(name for name in read if gone or is_secret_name(name))
+    why = "load_dotenv() is left out; " if gone else ""
+    login = "; after `hf auth login`, HF_TOKEN is not needed" if "HF_TOKEN" in names else ""
     them = "it" if len(names) == 1 else "them"
-    return [
-        f"cell {cells[0]}: load_dotenv() is left out; the script reads {', '.join(names)}: set {them} in your shell"
-    ]
+    return [f"{why}the script reads {', '.join(names)}: set {them} in your shell{login}"] if names else []
 
 
 def _variable_read(node: ast.AST) -> str | None:

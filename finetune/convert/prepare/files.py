@@ -16,13 +16,13 @@ _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join",
 
 
 def in_working_folder(notebook: Notebook) -> list[str]:
-    """Write each path in a folder of a hosted service as one below the working folder, in place. Returns notes for the
+    """Write each path in a folder of a hosted service as one below the working folder, in place. Returns a note for the
     report."""
     drives = _COPIES.search(notebook.text) is not None  # from the working folder to a drive, perhaps by the same name
     # In another folder, "rows.csv" is not "/content/rows.csv".
     others = {text for one in notebook.statements for text in _texts(one.node)}
     others = others if _CHANGES_FOLDER.search(notebook.text) else set()
-    notes = []
+    moved: dict[str, str] = {}
     for place, statement in enumerate(notebook.statements):
         names = {
             str(node.value): below_working_folder(str(node.value), drives=drives)
@@ -38,12 +38,15 @@ def in_working_folder(notebook: Notebook) -> list[str]:
         if ast.dump(ast.parse(source).body[0]) != ast.dump(statement.node):
             source = ast.unparse(statement.node)
         notebook.statements[place] = statement.reading(source)
-        notes += [
-            f"cell {statement.cell}: {path} became {short}: the script saves below its working folder, not on the"
-            " hosted service, and reads there what the notebook has there"
-            for path, short in sorted(names.items())
-        ]
-    return notes
+        moved |= names
+    if not moved:
+        return []
+    listed = [f"{path} became {short}" for path, short in moved.items()]
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return [
+        f"{', '.join(listed[:3])}{more}: the script saves and reads below its working folder, where the notebook uses a"
+        " folder of its service"
+    ]
 
 
 _CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)

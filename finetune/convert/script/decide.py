@@ -31,12 +31,13 @@ from finetune.convert.analysis.names import (
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal
 from finetune.convert.prepare.files import Mentioned, is_named
+from finetune.convert.prepare.modules import imports
 from finetune.convert.script import leave_out
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
 
 
-def decide(notebook: Notebook, program: Program) -> Draft:
+def decide(notebook: Notebook, program: Program, own_modules: Set[str]) -> Draft:
     """Decide on every statement but the imports.
 
     Raises:
@@ -48,7 +49,7 @@ def decide(notebook: Notebook, program: Program) -> Draft:
     _refuse_unsupported(draft)
     _refuse_generated(draft)
     _before(draft)
-    _after(draft)
+    _after(draft, own_modules)
     _refuse_lost(draft)
     _refuse_gone(draft)
     return draft
@@ -212,7 +213,6 @@ def _refuse_unsupported(draft: Draft) -> None:
     before = "\n".join(statement.source for statement in draft.program.statements[: draft.train + 1])
     if re.search(r"streaming\s*=\s*True", before) and not re.search(r"\bDataset\.from_|islice\(", before):
         raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
-    _refuse_repeated(draft)
     refuse_patches(draft.program, draft.train)
     refuse_late_changes(draft.program, draft.trainers, draft.train)
     for place, statement in enumerate(draft.program.statements):
@@ -247,23 +247,6 @@ def _refuse_former(draft: Draft, node: ast.AST, cell: int) -> None:
             continue
         if not off and "quantization_config" not in given:
             raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
-
-
-def _refuse_repeated(draft: Draft) -> None:
-    """Refuse two calls of get_peft_model in a row: the second one fails, or adapts an adapted model."""
-    found: dict[str, int] = {}
-    for statement in draft.program.statements[: draft.train]:
-        node = statement.node
-        call = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
-        if call is None or draft.program.dotted(call.func).rsplit(".", 1)[-1] != "get_peft_model" or not call.args:
-            if call is not None and draft.program.dotted(call.func).endswith("from_pretrained"):
-                found = {key: cell for key, cell in found.items() if key not in code.binds(node)}
-            continue
-        name = ast.unparse(call.args[0])
-        if name in found:
-            cells = f"cells {found[name]}, {statement.cell}"
-            raise Refusal("R2", f"get_peft_model() is called twice ({cells}); keep one call", statement.cell)
-        found |= {one: statement.cell for one in code.binds(node)}
 
 
 @functools.cache
@@ -431,15 +414,14 @@ def _refuse_lost(draft: Draft) -> None:
     needed: set[str] = set()  # by the kept statements below
     for place in sorted(draft.decisions, reverse=True):
         statement, e, decision = draft.program.statements[place], draft.program.effects[place], draft.decisions[place]
-        own = code.own_targets(statement.node)
         if decision.outcome != "dropped":
-            needed = needed - e.binds | ((e.all_reads | e.changes) - own)
+            needed = needed - e.binds | e.all_reads | e.changes
         elif not is_import(statement.node) and decision.reason != leave_out.TRACKER:
             models = draft.models | draft.trainers
             lost = changed_in_place(draft.program, statement.node, models, draft.roles)
             placed = leave_out.on_device(decision.reason) and e.all_binds <= e.reads  # `model = model.to("cuda")`
             if place < draft.train and not placed:
-                lost |= {name: f"{name} = ..." for name in e.all_binds - own}
+                lost |= {name: f"{name} = ..." for name in e.all_binds}
             for name in sorted(lost.keys() & needed - draft.program.imports.keys()):
                 raise Refusal(
                     "R4",
@@ -452,16 +434,17 @@ def _refuse_lost(draft: Draft) -> None:
 # --- decisions after training -----------------------------------------------------------------------------------------
 
 
-def _after(draft: Draft) -> None:
-    """Keep what saves or exports after training, and what that needs."""
+def _after(draft: Draft, own_modules: Set[str]) -> None:
+    """Keep what saves or exports after training, and what that needs, but for what a module of the repository does."""
     program = draft.program
     places = range(draft.train + 1, len(program.statements))
     kept: set[int] = set()
     live: set[str] = set()
+    foreign = {place: _reaches(program, program.statements[place].node) & own_modules for place in places}
     for place in reversed(places):
         node, e = program.statements[place].node, program.effects[place]
-        made = e.all_binds - code.own_targets(node)
-        if is_import(node):
+        made = e.all_binds
+        if is_import(node) or foreign[place]:
             continue
         if _is_export(draft, place) or made & live or (e.changes & live and leave_out.reason(draft, place) is None):
             kept.add(place)
@@ -473,25 +456,54 @@ def _after(draft: Draft) -> None:
             f"cell {cell} and what follows are left out: no cell defines {names}, so the notebook ends there"
         )
     kept = {place for place in kept if place < end}
+    draft.together = _together(program, kept)
     _keep_earlier(draft, live)
     for place in places:
         statement = program.statements[place]
         if place in kept and not is_import(statement.node):
             draft.decisions[place] = Decision(outcome="kept", where=AFTER)
             continue
-        why = "unused import" if is_import(statement.node) else "after training, so not part of it"
-        if any(code.is_push(program, call) for call in calls(statement.node)):
+        why = "unused import" if is_import(statement.node) else leave_out.reason(draft, place) or "after training"
+        if foreign[place] and not is_import(statement.node):
+            why = f"it uses {min(foreign[place])}, a module of the repository"
+            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        elif any(code.is_push(program, call) for call in calls(statement.node)):
             why = code.to_publish(statement.node)
             draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         elif any(method(call) in named("exports") for call in calls(statement.node)):
             why = "nothing that is saved needs it"
             draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        elif code.writes_files(program, statement.node):
+            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         draft.decisions[place] = Decision(outcome="dropped", reason=why)
+
+
+def _together(program: Program, kept: Set[int]) -> set[int]:
+    """The kept places after the training that every rank runs: what communicates, itself or in a function of the
+    notebook, and what makes the names that it needs."""
+    found: set[int] = set()
+    needed: set[str] = set()
+    for place in sorted(kept, reverse=True):
+        node, e = program.statements[place].node, program.effects[place]
+        called = [program.definition(getattr(call.func, "id", "")) for call in calls(node)]
+        makes = e.all_binds | (e.changes if isinstance(node, ast.Assign | ast.AugAssign) else set())
+        if makes & needed or any(one is not None and code.runs_together(one) for one in [node, *called]):
+            found.add(place)
+            needed |= code.reads(node)
+    return found
+
+
+def _reaches(program: Program, node: ast.AST) -> set[str]:
+    """The modules that a statement imports or uses, also in a function of the notebook that it calls."""
+    called = [program.definition(getattr(call.func, "id", "")) for call in calls(node)]
+    nodes = [inner for one in [node, *called] if one is not None for inner in ast.walk(one)]
+    dotted = {program.imports.get(one.id, "") for one in nodes if isinstance(one, ast.Name)}
+    return {name for one in nodes for name in imports(one)} | {name.rpartition(".")[0] or name for name in dotted}
 
 
 def _undefined(program: Program, place: int) -> set[str]:
     """Names that a statement needs and that nothing defines."""
-    defined = {name for effect in program.effects for name in effect.all_binds}
+    defined = {name for effect in program.effects for name in effect.all_binds | effect.own}
     return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
 
 

@@ -33,6 +33,7 @@ class Draft:
     trainers: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)  # names of the model that is trained, and of what it is made from
     decisions: dict[int, Decision] = field(default_factory=dict)
+    together: set[int] = field(default_factory=set)  # places after the training that every rank runs
     rewritten: dict[int, Rewritten] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -23,11 +23,13 @@ def edited(source: str, new: ast.stmt) -> str | None:
     (old,) = ast.parse(source).body
     text = _Text(source)
     try:
-        edits = sorted(text.edits(old, new), reverse=True)
+        edits = text.edits(old, new)
     except _Unclear:
         return None
     raw = source.encode()
-    for start, end, replacement in edits:
+    # At one place, what is inserted first comes first, before what is replaced there.
+    order = sorted(enumerate(edits), key=lambda one: (one[1][0], one[1][1] > one[1][0], one[0]), reverse=True)
+    for _, (start, end, replacement) in order:
         raw = raw[:start] + replacement.encode() + raw[end:]
     try:
         found = ast.parse(raw).body
@@ -71,9 +73,55 @@ class _Text:
         return []
 
     def _pairs(self, old: Sequence[object], new: Sequence[object]) -> list[Edit]:
+        if old and all(isinstance(one, ast.stmt) for one in old):
+            return self._statements(old, new)  # type: ignore[arg-type]
         if len(old) != len(new):
             raise _Unclear
         return [edit for one, other in zip(old, new, strict=True) for edit in self._field(one, other)]
+
+    def _statements(self, old: Sequence[ast.stmt], new: Sequence[ast.stmt]) -> list[Edit]:
+        """Statements of a body that stay, that a new `if` is around, that are left out, or that are new."""
+        found: list[Edit] = []
+        rest, end = {(one.lineno, one.col_offset): one for one in old}, self._lines(old[0])[0]
+        indent = self.raw[end : end + old[0].col_offset].decode()
+        unit = "\t" if "\t" in indent else "    "
+        for one in new:
+            inner = one.body[0] if isinstance(one, ast.If) and _is_new(one) else one
+            was = None if _is_new(inner) else rest.pop((inner.lineno, inner.col_offset), None)
+            if was is None:  # also `pass`, in place of all
+                found.append((end, end, f"{indent}{_source(one)}\n"))
+                continue
+            start, end = self._lines(was)
+            found += self.edits(was, inner)
+            if inner is not one:
+                head = _source(one).partition("\n")[0]
+                inside = {place for each in ast.walk(was) for place in self._in_texts(each)}
+                places = [place for place in self.lines if start < place < end and place not in inside]
+                found += [
+                    (start, start, f"{indent}{head}\n{unit}"),
+                    *((place, place, unit) for place in places),
+                ]
+        for one in rest.values():
+            start, end = self._lines(one)
+            found.append((start, end, ""))
+        return found
+
+    def _lines(self, node: ast.stmt) -> tuple[int, int]:
+        """The first byte of a statement's first line and the first one behind its last. Raises _Unclear if other code
+        is on them."""
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))]) - 1
+        last = node.end_lineno or node.lineno
+        start, end = self.lines[first], self.lines[last]
+        rest = self.raw[self.lines[last - 1] + (node.end_col_offset or 0) : end].strip()
+        if self.raw[start : start + node.col_offset].strip() or rest and not rest.startswith(b"#"):
+            raise _Unclear
+        return start, end
+
+    def _in_texts(self, node: ast.AST) -> list[int]:
+        """The lines that begin inside of a text."""
+        text = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str | bytes)
+        lines = range(node.lineno, node.end_lineno or node.lineno) if text else ()  # type: ignore[attr-defined]
+        return [self.lines[number] for number in lines]
 
     def _keywords(self, old: ast.Call, new: ast.Call) -> list[Edit]:
         """Keywords that stay have their place; the others are left out or added at the end of the call."""
@@ -84,7 +132,7 @@ class _Text:
             found += self._removed(one) if other is None else self.edits(one, other)
         rest = {id(one) for one in kept.values()}
         added = [one for one in new.keywords if id(one) in rest or getattr(one, "end_lineno", None) is None]
-        return found + self._added(old, added)
+        return found + self._added(old, added, comma=bool(old.keywords) and not self._stays(old.keywords[-1], new))
 
     def _removed(self, item: ast.keyword) -> list[Edit]:
         """The keyword with its comma, and with its comment if nothing else is on the line."""
@@ -92,16 +140,25 @@ class _Text:
         after = re.compile(rb"[^\S\n]*,?(?:[^\S\n]*#[^\n]*(?=\n)|[^\S\n]*)").match(self.raw, end)
         return [(start, after.end() if after else end, "")]
 
-    def _added(self, call: ast.Call, items: Sequence[ast.keyword]) -> list[Edit]:
+    def _stays(self, item: ast.keyword, new: ast.Call) -> bool:
+        return any(getattr(one, "end_lineno", None) and self.place(one) == self.place(item) for one in new.keywords)
+
+    def _added(self, call: ast.Call, items: Sequence[ast.keyword], *, comma: bool) -> list[Edit]:
+        """`comma`: whether one stands before the end of the call, because its last keyword is left out."""
         if not items:
             return []
         close = self.place(call)[1] - 1
         text, ends = ", ".join(map(_source, items)), [self.place(one)[1] for one in [*call.args, *call.keywords]]
-        if not ends or b"," in re.sub(rb"#[^\n]*", b"", self.raw[max(ends) : close]):
+        if comma or not ends or b"," in re.sub(rb"#[^\n]*", b"", self.raw[max(ends) : close]):
             return [(close, close, text)]
         return (
             [(close, close, f", {text}")] if max(ends) == close else [(close, close, text), (max(ends), max(ends), ",")]
         )
+
+
+def _is_new(node: ast.stmt) -> bool:
+    """Whether a statement is none of the notebook's."""
+    return ast.unparse(node).startswith(("PartialState()", "if PartialState()", "pass"))
 
 
 def _source(node: ast.AST) -> str:

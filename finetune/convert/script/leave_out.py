@@ -34,7 +34,6 @@ FETCHED = "a download that nothing kept uses"
 GENERATED = "a file with values that are left out"
 _OF_LEFT_OUT = "it works on what is left out"
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
-_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
 _PURE = "abs all any dict enumerate int len list max min range repr round set sorted str sum tuple type zip".split()
 _SEEDS = re.compile(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(")
 _WANDB = ("WANDB_API_KEY", "WANDB_DISABLED", "WANDB_NOTEBOOK_NAME")  # other variables of W&B are settings
@@ -57,10 +56,16 @@ def reasons(draft: Draft) -> dict[int, str | None]:
             found[place] = why = GENERATED if writes else _OF_LEFT_OUT
         shown = why is not None and why != "unused definition" and not why.startswith(_NEVER)
         if shown or isinstance(node, DEFINITIONS) and (reads & gone or _works_without(draft, node)):
-            gone |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles - program.imports.keys()
+            gone |= (e.all_binds | code.filled(node)) - roles - program.imports.keys()
         else:
             gone -= e.binds
     _add_unused(draft, found)
+    for place in range(draft.train - 2, -1, -1):  # `print("The answer:")` of an answer that is left out
+        one, following = program.statements[place : place + 2]
+        call = lone_call(one.node)
+        prints = call is not None and program.dotted(call.func) == "print" and not code.reads(one.node)
+        if prints and one.cell == following.cell and found[place + 1] in ("inference", "display", _OF_LEFT_OUT):
+            found[place] = "display"
     return found
 
 
@@ -70,7 +75,7 @@ def _works_without(draft: Draft, node: ast.stmt) -> bool:
     program = draft.program
     names = [program.dotted(call.func) for call in calls(node)]
     account = any(matches("service", name) or matches("account", name) for name in names)
-    if not (account or _infers(node) or _draws(draft, node) or _runs_pip(node)) or _SEEDS.search(ast.unparse(node)):
+    if not (account or code.infers(node) or _draws(draft, node) or _runs_pip(node)) or _SEEDS.search(ast.unparse(node)):
         return False
     elsewhere = {
         name for one in program.statements[: draft.train + 1] if one.node is not node for name in code.reads(one.node)
@@ -137,7 +142,7 @@ def made(draft: Draft, place: int, why: str) -> set[str]:
     node, e = draft.program.statements[place].node, draft.program.effects[place]
     if is_import(node) or why.startswith(_NEVER):
         return set()
-    found = e.all_binds - code.own_targets(node)
+    found = set(e.all_binds)
     if why in ("inference", GENERATED):
         found |= code.filled(node)
     elif not why.startswith("account or service") and not (why == "display" and isinstance(node, ast.Expr)):
@@ -177,8 +182,8 @@ def _runs_when_made(program: Program, node: ast.AST) -> bool:
 def _of_another_model(draft: Draft, place: int) -> bool:
     """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
     node, e = draft.program.statements[place].node, draft.program.effects[place]
-    touched = (e.all_binds | e.changes) - code.own_targets(node)
-    plain = not isinstance(node, DEFINITIONS)
+    touched = e.all_binds | e.changes
+    plain = not isinstance(node, DEFINITIONS) and calls(node)  # not a name that is a text so far
     if not (plain and draft.trained and touched and touched <= draft.models - draft.trained):
         return False
     # `with_adapter = get_peft_model(model, config)` puts the adapter into `model` as well.
@@ -339,7 +344,7 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
         return "the notebook itself"
     if code.writes_files(draft.program, node) or _sets_process(draft.program, node):
         return None
-    if _infers(node):
+    if code.infers(node):
         return "inference"
     if _SEEDS.search(text):
         return None
@@ -368,11 +373,6 @@ def _only_computes(draft: Draft, node: ast.stmt) -> bool:
         return looks and name not in draft.program.methods and not in_place(call)
 
     return isinstance(node, ast.Expr) and all(map(computes, calls(node)))
-
-
-def _infers(node: ast.stmt) -> bool:
-    text = ast.unparse(node)
-    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
 
 
 def _draws(draft: Draft, node: ast.stmt) -> bool:

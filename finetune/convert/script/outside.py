@@ -1,4 +1,4 @@
-"""What kept statements may not need from outside: processes, services, other models, files of shell commands."""
+"""What kept statements may not need from outside: processes, services, other models."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import ast
 from collections.abc import Collection, Iterator
 
 from finetune.convert.analysis.names import Program, calls
-from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.knowledge import explained, matches
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.decide import loaders
-from finetune.convert.script.draft import AFTER, MAIN, TOP, Draft
-from finetune.convert.script.shells import refuse_shells
+from finetune.convert.script.draft import AFTER, MAIN, Draft
+from finetune.convert.script.shells import note_shells
 from finetune.convert.services import is_hosted
 
 
 def refuse_outside(draft: Draft) -> None:
-    """Refuse kept statements that need processes, services, other models or files of shell commands."""
+    """Refuse kept statements that need processes, services or other models; note what shell commands may make."""
     before = {place for place in draft.kept(MAIN) if place <= draft.train}
     gone = {
         node.value
@@ -31,7 +31,7 @@ def refuse_outside(draft: Draft) -> None:
             name = draft.program.dotted(call.func)
             if remedy := explained("unsafe").get(name):
                 raise Refusal("R4", f"`{name}` cannot run on several ranks; {remedy}", statement.cell)
-    refuse_shells(draft, sorted(before.union(draft.kept(TOP))))
+    note_shells(draft)
     _note_hosted_paths(draft, {*before, *draft.kept(AFTER)})
 
 
@@ -72,8 +72,6 @@ def _dependence(program: Program, call: ast.Call) -> str | None:
         return f"a service ({name}); call it once and save the result to a file"
     if matches("other model", name):
         return f"another model ({name}); save what it makes to a file"
-    if name.rsplit(".", 1)[-1] in named("command line") and not call.args and not call.keywords:
-        return f"the command line; pass {name}() an empty list"
     return None
 
 

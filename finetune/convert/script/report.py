@@ -103,6 +103,17 @@ def _rewritten(statements: Sequence[JsonObject]) -> list[str]:
     return _by_reason((reason, one["cell"]) for one in changed for reason in one["reason"].split("; "))
 
 
+def _folded(notes: Sequence[str]) -> list[str]:
+    """The notes, those that differ in the cell alone as one: `cells 3, 5: ...`."""
+    cells: dict[str, list[str]] = {}
+    for note in notes:
+        cell = re.match(r"cell (\d+): ", note)
+        cells.setdefault(note[cell.end() :] if cell else note, []).extend([cell[1]] if cell else [])
+    return [
+        f"cell{'s' * (len(found) > 1)} {', '.join(found)}: {note}" if found else note for note, found in cells.items()
+    ]
+
+
 def _by_reason(pairs: Iterable[tuple[str, int]]) -> list[str]:
     cells: dict[str, list[str]] = {}
     for reason, cell in pairs:
@@ -124,7 +135,7 @@ def requirements(notebook: Notebook) -> list[str]:
 
 def report(notebook: Notebook, name: str, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
     """The report, with the lines that matter first. `name`: the script's, without its suffix."""
-    notes = [scrub(note) for note in dict.fromkeys(notes)]
+    notes = _folded([scrub(note) for note in dict.fromkeys(notes)])
     shells = [
         {
             "cell": shell.cell,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from finetune.convert.analysis.changes import moves
-from finetune.convert.analysis.environment import MODEL_FLAGS, of_launcher
+from finetune.convert.analysis.classify import is_model_name
+from finetune.convert.analysis.environment import MODEL_FLAGS, is_token, of_launcher
 from finetune.convert.analysis.names import (
     DEFINITIONS,
     Program,
@@ -64,22 +65,31 @@ class Rewriter(ast.NodeTransformer):
             for name in target_names(one.node.targets[0])
         }
         self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
+        self.calls_back = False  # whether it is a class of callbacks, whose methods every rank runs
 
     def statement(self, node: ast.stmt, *, main_rank: bool = False) -> Rewritten:
         """The statement for N ranks. `main_rank`: only the main rank runs it, so saves need no guard."""
         self.reasons, self.notes = [], []
         self.trains = any(self.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
+        self.calls_back = isinstance(node, ast.ClassDef) and "Callback" in " ".join(map(ast.unparse, node.bases))
         nodes = self._block([copy.deepcopy(node)], main_rank)
         return Rewritten(nodes=nodes, reasons=list(dict.fromkeys(self.reasons)), notes=self.notes)
 
     def _block(self, nodes: Sequence[ast.stmt], main_rank: bool) -> list[ast.stmt]:
         found: list[ast.stmt] = []
+        tries = self._tries(nodes)
         for node in nodes:
+            if node in tries:
+                self.reasons.append("the trained model is not tried")
+                continue
             if self._is_left_out(node):
                 continue
             if not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
                 found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
                 self.reasons.append("the main rank saves")
+            elif not main_rank and self.calls_back and _only_writes(node):
+                found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
+                self.reasons.append("the main rank writes")
             elif not main_rank and self.trains and _only_writes(node):
                 wait = ast.parse(WAIT).body[0]
                 found += [guarded(LOCAL_MAIN_RANK, [self._inside(node, True)]), wait]
@@ -87,6 +97,27 @@ class Rewriter(ast.NodeTransformer):
             else:
                 found.append(self._inside(node, main_rank))
         return found
+
+    def _tries(self, nodes: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """The statements of a body that try the model which it has trained, with what only these make; none if
+        others need it."""
+        trains = (call for node in nodes for call in calls(node) if method(call) == "train")
+        first = next((call for call in trains if not is_model_name(call.func.value)), None)  # type: ignore[attr-defined]
+        if first is None or len(nodes) == 1:
+            return []
+        place = next(n for n, node in enumerate(nodes) if first in calls(node))
+        found: list[ast.stmt] = []
+        made: set[str] = set()
+        for node in nodes[place + 1 :]:
+            called = [self.program.definition(getattr(call.func, "id", "")) for call in calls(node)]
+            each = [node, *(one for one in called if one is not None)]
+            if saves(node) or isinstance(node, DEFINITIONS) or any(map(saves, each)):
+                if reads(node) & made:
+                    return []
+            elif any(map(infers, each)) or reads(node) & made:
+                found.append(node)
+                made |= binds(node)
+        return [] if any(isinstance(inner, ast.Return) for node in found for inner in ast.walk(node)) else found
 
     def _inside(self, node: ast.stmt, main_rank: bool) -> ast.stmt:
         for name in ("body", "orelse", "finalbody"):
@@ -100,7 +131,7 @@ class Rewriter(ast.NodeTransformer):
 
     def _expressions(self, node: ast.stmt) -> ast.stmt:
         """Rewrite the expressions of a statement, not those of the statements inside, which are done already."""
-        if isinstance(node, ast.Assign) and _key(node.targets[0]) == "device_map" and not _is_none(node.value):
+        if isinstance(node, ast.Assign) and _key(node.targets[0]) == "device_map" and not _on_cpu(node.value):
             node.value = self._this_device()
             return node
         if isinstance(node, ast.ImportFrom | ast.Global):
@@ -190,7 +221,8 @@ class Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = self.program.dotted(node.func)
         last = name.rsplit(".", 1)[-1] or getattr(node.func, "attr", "")
-        if name in named("runs text"):
+        of_data = name == "eval" and len(node.args) == 1 and isinstance(node.args[0], ast.Name | ast.Subscript)
+        if name in named("runs text") and not of_data:
             raise self.refuse(f"`{ast.unparse(node)[:60]}` uses names that only exist at run time; write them directly")
         if (variable := _secret(self.program, node)) is not None:
             self.reasons.append("secrets come from environment variables")
@@ -215,13 +247,13 @@ class Rewriter(ast.NodeTransformer):
     def _without_map(self, node: ast.Call) -> None:
         """`dict(device_map="auto")`, which a loader is given."""
         for item in node.keywords:
-            if item.arg == "device_map" and not _is_none(item.value):
+            if item.arg == "device_map" and not _on_cpu(item.value):
                 item.value = self._this_device()
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         self.generic_visit(node)
         for number, key in enumerate(node.keys):
-            if isinstance(key, ast.Constant) and key.value == "device_map" and not _is_none(node.values[number]):
+            if isinstance(key, ast.Constant) and key.value == "device_map" and not _on_cpu(node.values[number]):
                 node.values[number] = self._this_device()
         return node
 
@@ -233,13 +265,13 @@ class Rewriter(ast.NodeTransformer):
         """Load onto this rank's device. Unsloth finds it by itself."""
         if name.startswith("transformers."):
             self._former(node)
-        given = [item for item in node.keywords if item.arg in ("device_map", "max_memory")]
-        if not given:
-            return
-        node.keywords = [item for item in node.keywords if item not in given]
-        self.reasons.append("each rank has its own device")
-        if any(item.arg == "device_map" for item in given) and not re.search(r"\bFast\w*Model\b|Tokenizer", name):
-            node.keywords.append(ast.keyword(arg="device_map", value=self._this_device()))
+        own = re.search(r"\bFast\w*Model\b|Tokenizer", name) is not None
+        for item in list(node.keywords):
+            if item.arg == "max_memory" or item.arg == "device_map" and own and not _on_cpu(item.value):
+                node.keywords.remove(item)
+                self.reasons.append("each rank has its own device")
+            elif item.arg == "device_map" and not _on_cpu(item.value):
+                item.value = self._this_device()
 
     def _former(self, node: ast.Call) -> None:
         """Arguments that loaders had before transformers 5."""
@@ -267,10 +299,19 @@ class Rewriter(ast.NodeTransformer):
         """`AutoModel.from_pretrained(...).to("cuda")`"""
         inside = node.func.value if isinstance(node.func, ast.Attribute) else None
         last = self.program.dotted(inside.func).rsplit(".", 1)[-1] if isinstance(inside, ast.Call) else ""
-        if last in ("from_pretrained", "get_peft_model") and moves(self.program, node):
+        on_cpu = any(_on_cpu(one) for one in node.args)
+        if last in ("from_pretrained", "get_peft_model") and moves(self.program, node) and not on_cpu:
             self.reasons.append("each rank has its own device")
             return True
         return False
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        name = str(getattr(node.slice, "value", ""))
+        if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "os.environ" and is_token(name):
+            self.reasons.append(f"without {name}, the token of `hf auth login` is used")
+            return ast.copy_location(expression("os.environ.get(NAME)", NAME=node.slice), node)
+        return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
@@ -302,8 +343,9 @@ def quantizes_by(item: ast.keyword, names: Set[str | None]) -> bool:
     return alone and item.arg in FORMER and (on or only)
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _on_cpu(node: ast.expr) -> bool:
+    """`None`, `"cpu"` and `{"": "cpu"}`, which stay."""
+    return re.fullmatch(r"None|'cpu'|\{'': '?cpu'?\}|(torch\.)?device\('cpu'\)", ast.unparse(node)) is not None
 
 
 def _key(node: ast.expr) -> object:
@@ -369,6 +411,15 @@ def saves(node: ast.AST) -> bool:
     )
 
 
+_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
+
+
+def infers(node: ast.AST) -> bool:
+    """Whether it tries a model."""
+    text = ast.unparse(node)
+    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
+
+
 def only_merges(node: ast.AST) -> bool:
     """Whether it merges an adapter under a name and saves nothing: `merged = model.merge_and_unload()`."""
     merge = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not saves(node.value.func)
@@ -392,15 +443,18 @@ def writes_files(program: Program, node: ast.stmt) -> bool:
 def _only_writes(node: ast.stmt) -> bool:
     """Whether a statement writes a file and computes nothing that others use."""
     writes = any(written_path(call) is not None for call in calls(node))
-    return writes and isinstance(node, ast.Expr | ast.With) and not binds(node) - own_targets(node)
+    return writes and isinstance(node, ast.Expr | ast.With) and not binds(node)
 
 
 _DUMPS = "makedirs mkdir rmtree copytree make_archive move copyfile unzip extractall urlretrieve".split()
 
 
 def _function_writes(program: Program, name: str) -> bool:
-    definition = program.definition(name)
-    return definition is not None and any(written_path(call) is not None for call in calls(definition))
+    """Whether calling a function writes a file, or making an object of a class."""
+    found = program.definition(name)
+    made = [one for one in getattr(found, "body", ()) if getattr(one, "name", "") == "__init__"]
+    runs = made if isinstance(found, ast.ClassDef) else [found] if found is not None else []
+    return any(written_path(call) is not None for one in runs for call in calls(one))
 
 
 def guarded(condition: str, body: list[ast.stmt]) -> ast.stmt:
@@ -408,21 +462,10 @@ def guarded(condition: str, body: list[ast.stmt]) -> ast.stmt:
     return ast.fix_missing_locations(node)
 
 
-def own_targets(node: ast.stmt) -> set[str]:
-    """Names that a loop or a context manager binds for its own use."""
-    found: set[str] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.For | ast.AsyncFor):
-            found |= set(target_names(inner.target))
-        elif isinstance(inner, ast.withitem) and inner.optional_vars is not None:
-            found |= set(target_names(inner.optional_vars))
-    return found
-
-
 def reads(node: ast.stmt) -> set[str]:
     """Names that a statement needs from outside."""
     e = effects(node)
-    return (e.all_reads | e.changes) - own_targets(node)
+    return e.all_reads | e.changes
 
 
 def binds(node: ast.stmt) -> set[str]:

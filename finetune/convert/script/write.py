@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from finetune.convert.analysis.names import DEFINITIONS, Program, calls, is_import, lone_call
 from finetune.convert.knowledge import named
@@ -21,23 +21,23 @@ from finetune.convert.script.leave_out import fetched_package, sets_up
 from finetune.convert.script.outside import refuse_outside
 from finetune.convert.script.report import Conversion, report, slug, title
 from finetune.convert.script.rewrite import Rewriter
-from finetune.convert.source import BLANK, Part, block, own, script
+from finetune.convert.source import BLANK, Part, block, comment, own, script
 from finetune.runtime.types import JsonObject
 
 
-def write(notebook: Notebook, program: Program, notes: Sequence[str]) -> Conversion:
+def write(notebook: Notebook, program: Program, notes: Sequence[str], own_modules: Set[str]) -> Conversion:
     """The script of a notebook that `classify.refuse_by_kind` accepts, and its report.
 
     Args:
         notes: about what was changed in the notebook before, for the report.
+        own_modules: modules of the notebook's repository.
 
     Raises:
         Refusal: R0, R2 or R4, for what cannot run on several ranks.
     """
-    draft = decide(notebook, program)
+    draft = decide(notebook, program, own_modules)
     arguments = Arguments(program, unsloth=draft.unsloth)
     draft.notes += [*arguments.notes, *_checkpoints(draft)]
-    _refuse_list_of_one(draft)
     _imports(draft)
     _rewrite(draft, arguments)
     refuse_outside(draft)
@@ -63,41 +63,6 @@ _CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
 
 
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
-
-
-def _refuse_list_of_one(draft: Draft) -> None:
-    """Refuse (R4) a formatting_func whose result differs between releases, unless the rows may be token ids, which
-    TRL takes as they are."""
-    for statement in draft.program.statements if not _tokenizes(draft) else ():
-        for call in calls(statement.node):
-            for item in call.keywords if draft.program.dotted(call.func).endswith("SFTTrainer") else ():
-                if item.arg == "formatting_func":
-                    _refuse_list(draft.program, item.value)
-
-
-def _refuse_list(program: Program, function: ast.expr | None) -> None:
-    """Refuse (R4) a formatting_func that returns `[text]`: TRL once gave it 1,000 rows at a time, and so made one text
-    of them; today it gives it one row, and fails."""
-    definition = program.definition(function.id) if isinstance(function, ast.Name) else None
-    if not isinstance(definition, ast.FunctionDef):
-        return
-    values = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return) and node.value is not None]
-    if values and all(
-        isinstance(one, ast.List) and len(one.elts) == 1 and not isinstance(one.elts[0], ast.Starred) for one in values
-    ):
-        name = definition.name
-        raise Refusal(
-            "R4",
-            f"{name}() returns a list with one text, of one row in some releases of TRL and of 1,000 rows in others;"
-            " return the text itself, without the list",
-        )
-
-
-def _tokenizes(draft: Draft) -> bool:
-    """Whether the notebook may tokenize its rows itself."""
-    tokenizers = "|".join(map(re.escape, sorted({*draft.tokenizers, "tokenizer"})))
-    source = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
-    return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
 
 
 def _imports(draft: Draft) -> None:
@@ -133,7 +98,7 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
         statement, decision = draft.program.statements[place], draft.decisions[place]
         refuse = lambda text, s=statement: Refusal("R4", text, s.cell)  # noqa: E731
         rewriter = Rewriter(draft.program, refuse, bound=bound, secrets=secrets)
-        on_main = decision.where == AFTER and not code.runs_together(node)
+        on_main = decision.where == AFTER and place not in draft.together
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
         if not done.reasons and not _is_own_text(statement, done):
@@ -182,14 +147,11 @@ def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None
 # --- the script -------------------------------------------------------------------------------------------------------
 
 _GUARDED = re.compile(r"\bload_dataset\(|\.(map|filter|from_generator|load_from_disk)\(|\bload_from_disk\(")
-_RANDOM = re.compile(
-    r"\b(np|numpy|random)\.(random\.)?(choice|choices|sample|shuffle|randint|rand|uniform|permutation|random)\("
-    r"|\.(shuffle|train_test_split|sample)\("
-)
 
 
 def _script(draft: Draft, arguments: Arguments, title: str) -> str:
-    body = [*_seed(draft, arguments), *_main(draft), *_exports(draft)]
+    comments = _Comments(draft)
+    body = [*_seed(draft, arguments), *_once(draft), *_main(draft, comments), *_exports(draft, comments)]
     nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     parts = [*_top(draft, used), BLANK, BLANK, block("def main() -> None:", body)]
@@ -248,13 +210,43 @@ def _seed(draft: Draft, arguments: Arguments) -> list[Part]:
     if draft.program.definition("set_seed") is not None:
         return []
     seed = arguments.seed if arguments.seed is not None else 3407 if draft.unsloth else 42
-    text = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
-    if _RANDOM.search(text):
-        draft.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
     return [own(f"set_seed({seed})  # every rank starts from the same random state")]
 
 
-def _main(draft: Draft) -> list[Part]:
+def _once(draft: Draft) -> list[Part]:
+    """Print on the main rank alone, unless the notebook has a `print` of its own or prints into files."""
+    places = [place for where in (MAIN, AFTER) for place in draft.kept(where)]
+    nodes = [inner for place in places for node in draft.rewritten[place].nodes for inner in ast.walk(node)]
+    prints = [one for one in nodes if isinstance(one, ast.Call) and getattr(one.func, "id", "") == "print"]
+    own_print = "print" in draft.program.imports or any("print" in e.all_binds for e in draft.program.effects)
+    if not prints or own_print or any(item.arg == "file" for one in prints for item in one.keywords):
+        return []
+    return [own("print = PartialState().print  # once, on the main rank")]
+
+
+class _Comments:
+    """The comments that stand above a part of the script: the heading of its section, and what the notebook has above
+    the imports before it, which are at the top of the script."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.heading = draft, ""
+
+    def above(self, place: int) -> str:
+        statements = self.draft.program.statements
+        statement, found, before = statements[place], "", place
+        while before and is_import(statements[before - 1].node) and statements[before - 1].cell == statement.cell:
+            before -= 1
+        for one in statements[before:place]:
+            found += "".join(f"{line}\n" for line in one.source.splitlines() if line.startswith("#"))
+        if statement.source.startswith("#") or re.search("import|librar", found, re.IGNORECASE):
+            found = ""
+        if statement.heading not in ("", self.heading):
+            found = f"{comment(statement.heading)}\n{found}"
+        self.heading = statement.heading
+        return found
+
+
+def _main(draft: Draft, comments: _Comments) -> list[Part]:
     """The statements up to the training; runs of data preparation go first on one rank per machine."""
     found: list[Part] = []
     run: list[Part] = []
@@ -263,16 +255,21 @@ def _main(draft: Draft) -> list[Part]:
     cell = None
     nodes = [draft.program.statements[place].node for place in draft.kept(MAIN) + draft.kept(AFTER)]
     readers = Counter(name for node in nodes for name in code.reads(node))
+    seen: set[str] = set()  # what the statements so far read
     for place in [one for one in draft.kept(MAIN) if draft.decisions[one].outcome != "dropped"]:
         if draft.program.statements[place].cell != cell and not run and not writes:
             found.append(BLANK)
         cell = draft.program.statements[place].cell
-        part = _part(draft, place)
+        part = _part(draft, place, comments)
         if _writes(draft, place, readers):
             _close(found, run, tail)
+            if seen & draft.program.written(draft.program.statements[place].node):
+                found += [] if writes else [own(f"{code.WAIT}  # until every rank has read the file")]
+                _end_writes(found, writes)
             writes.append(part)
             continue
         _end_writes(found, writes)
+        seen |= draft.program.effects[place].all_reads
         if _is_data(draft, place) and _may_wait(draft, place):
             run += [*tail, part]
             tail.clear()
@@ -339,7 +336,7 @@ def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
         return False
     e = draft.program.effects[place]
     itself = code.reads(node)
-    live = {one for one in e.all_binds - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
+    live = {one for one in e.all_binds if readers.get(one, 0) > (one in itself)}
     if live:
         raise Refusal(
             "R4",
@@ -350,8 +347,8 @@ def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
     return True
 
 
-def _exports(draft: Draft) -> list[Part]:
-    """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
+def _exports(draft: Draft, comments: _Comments) -> list[Part]:
+    """The statements after training: those of every rank, and all else on the main rank."""
     places = [place for place in draft.kept(AFTER) if draft.decisions[place].outcome != "dropped"]
     found = [own(code.WAIT)] if places else []
     together: list[Part] = []
@@ -362,22 +359,21 @@ def _exports(draft: Draft) -> list[Part]:
             together.clear()
 
     for place in places:
-        if code.runs_together(draft.program.statements[place].node):
+        if place in draft.together:
             flush()
-            found.append(_part(draft, place))
+            found.append(_part(draft, place, comments))
         else:
-            together.append(_part(draft, place))
+            together.append(_part(draft, place, comments))
     flush()
     return found
 
 
-def _part(draft: Draft, place: int) -> Part:
+def _part(draft: Draft, place: int, comments: _Comments) -> Part:
     """The statement's own text, with what changed in it; else its new code."""
     done, statement = draft.rewritten[place], draft.program.statements[place]
     text = edited(statement.source, done.nodes[0]) if len(done.nodes) == 1 else None
-    if text is not None:
-        return Part(text=text, nodes=done.nodes)
-    return own("\n".join(ast.unparse(node) for node in done.nodes))
+    text = "\n".join(ast.unparse(node) for node in done.nodes) if text is None else text
+    return Part(text=comments.above(place) + text, nodes=done.nodes)
 
 
 def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:

@@ -133,7 +133,7 @@ def test_what_was_left_out_is_listed_once_at_the_top(notebook: Callable[..., Pat
     conversion = converted(notebook(*ALL))
     top = ast.get_docstring(ast.parse(conversion.script)) or ""
     listed = " ".join(top.partition("Left out")[2].split())
-    for text in ("display (cell 5)", "memory and time statistics (cell 7)"):
+    for text in ("display (cells 5, 9)", "memory and time statistics (cell 7)"):
         assert listed.count(text) == 1, (text, top)
     for line in (
         "python -m finetune.dryrun mine.py",
@@ -484,7 +484,7 @@ def test_tokens_are_never_copied(notebook: Callable[..., Path], tmp_path: Path) 
     assert main([str(path), "--out", str(tmp_path / "out")]) == 0
     texts = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
     assert not any(token in texts for token in (HF, WANDB, OPENAI))
-    assert texts.count('token=os.environ["HF_TOKEN"]') == 1
+    assert texts.count('token=os.environ.get("HF_TOKEN")') == 1
     assert any("HF_TOKEN" in note for note in json.loads((tmp_path / "out/mine.report.json").read_text())["notes"])
 
 
@@ -499,11 +499,8 @@ REFUSED = {
     "images": ({"loader": LOADER.replace("FastLanguageModel", "FastVisionModel")}, "R3"),
     "sound": ({"data": "import torchaudio\n" + DATA + "\ndataset = dataset.map(torchaudio.load)"}, "R3"),
     "a TPU": ({"extra": "import torch_xla.core.xla_model as xm\nxm.xla_device()"}, "R4"),
-    "a process": ({"extra": 'import subprocess\nsubprocess.run(["make", "data"])'}, "R4"),
     "a shell behind an installation": ({"extra": 'import os\nos.system("pip install x; make data")'}, "R4"),
     "a process of a computed name": ({"extra": 'import subprocess\nfor name in ["a", "b"]:\n    subprocess.run([name, "install"])'}, "R4"),
-    "a shell": ({"extra": 'import os\nos.system("make data")'}, "R4"),
-    "a file from the shell": ({"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')}, "R4"),
     "a module from a cell": ({"data": "from helper import f\n" + DATA.replace("prompt.format", "f")}, "R4"),
     "data from the model": ({"data": DATA + "\ndataset = dataset.map(lambda row: {'text': model.generate(row)})"}, "R4"),
     "another loss": ({"trainer": TRAINER.replace("seed", 'loss_type = "dft", seed')}, "R4"),
@@ -519,11 +516,17 @@ REFUSED = {
     "rows packed by TRL's class": ({"trainer": "from trl.trainer import ConstantLengthDataset\ndataset = ConstantLengthDataset(tokenizer, dataset)\n" + TRAINER}, "R4"),
     "a stream": ({"data": DATA.replace('split = "train"', 'split = "train", streaming = True')}, "R4"),
     "data that are sent": ({"data": "from google.colab import files\nsent = files.upload()\n" + DATA.replace('"acme/questions"', '"json", data_files = list(sent)[0]')}, "R4"),
-    "a file copied by a cell that installs": ({"loader": "!pip install unsloth\n!cp /drive/rows.jsonl rows.jsonl", "data": LOADER + "\n" + DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')}, "R4"),
     "settings after the trainer": ({"trainer": TRAINER + "\ntrainer.args.learning_rate = 1e-5"}, "R4"),
     "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
     "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
     "unknown magic": ({"data": "%%cython\nint x\n"}, "E-MAGIC"),
+}  # fmt: skip
+# Commands before the training that may make what it needs.
+NOTED = {
+    "a process": {"extra": 'import subprocess\nsubprocess.run(["make", "data"])'},
+    "a shell": {"extra": 'import os\nos.system("make data")'},
+    "a file from the shell": {"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')},
+    "a file copied by a cell that installs": {"loader": "!pip install unsloth\n!cp /drive/rows.jsonl rows.jsonl\n" + LOADER, "data": DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')},
 }  # fmt: skip
 # What a settings file could not say: the script has it as the notebook does.
 KEPT = {
@@ -559,6 +562,13 @@ def test_what_no_setting_can_say_stays_code(case: str, notebook: Callable[..., P
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("case", NOTED)
+def test_commands_before_the_training_are_noted(case: str, notebook: Callable[..., Path]) -> None:
+    notes = converted(notebook(*with_cells(**NOTED[case]))).report["notes"]
+    assert any("is left out: if the training needs what it makes, run it first" in note for note in notes)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_code_and_reason_and_write_nothing(
     case: str, notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -581,7 +591,6 @@ REASONS = {
     "a sweep": ([HUB, HUB_MODEL, "for lr in [1e-4, 2e-4]:\n    " + HUB_TRAINER.replace("\n", "\n    ")], "R2", ["`for lr in [0.0001, 0.0002]:`", "--finetune training.learning_rate"]),
     "a sweep by a function": ([HUB, HUB_MODEL, "def go(lr):\n    " + HUB_TRAINER.replace("\n", "\n    ") + "\nfor lr in [1e-4, 2e-4]:\n    go(lr)"], "R2", ["in a loop (`for lr"]),
     "epochs": ([HUB, HUB_MODEL, HUB_TRAINER.replace("trainer.train()", "for epoch in range(3):\n    trainer.train()")], "R2", ["in a loop (`for epoch", "num_train_epochs"]),
-    "two adapters": ([LOADER, ADAPTER, ADAPTER, DATA, TRAINER, TRAIN], "R2", ["get_peft_model() is called twice (cells 2, 3)"]),
     "a compiled model": ([HUB, HUB_MODEL, "model = torch.compile(model)", HUB_TRAINER], "R4", ["`torch.compile`", "torch_compile=True"]),
 }  # fmt: skip
 
@@ -900,4 +909,4 @@ def test_headings_of_any_text(notebook: Callable[..., Path], text: str, heading:
     content = json.loads(path.read_text())
     content["cells"][0]["source"] = text
     path.write_text(json.dumps(content))
-    assert read(path).headings == {1: heading}
+    assert read(path).statements[0].heading == heading

@@ -17,9 +17,8 @@ model = AutoModelForCausalLM.from_pretrained("acme/one")
 """
 NEW, TWO = 'AutoModelForCausalLM.from_pretrained("acme/two")', "SFTTrainer(two)"
 SAME = "the same trainer trains again, from the trained weights: keep one call, with more num_train_epochs"
-SPLIT = "split it into one notebook each, with the cells that each one needs"
-FROM_FIRST = f"{SPLIT}. The last one starts from the model that was trained before"
-UNKNOWN = f"{SPLIT}; if one trainer trains again, from the trained weights, keep one call"
+SPLIT = "split it into one notebook each, with the cells that each one needs; if one starts from the model"
+UNKNOWN = "split it into one notebook each, with the cells that each one needs; if one trainer trains again, from"
 
 # What follows START -> the advice.
 CASES = {
@@ -29,7 +28,7 @@ CASES = {
     "given to a function": ("t = SFTTrainer(model)\nt.train()\ndef f(x):\n    x.train()\nf(t)", SAME),
     "an attribute, in two methods": (
         "class A:\n    def a(self):\n        self.t = SFTTrainer(model)\n        self.t.train()\n    def b(self):\n        self.t.train()",
-        SAME,
+        UNKNOWN,
     ),
     "changed for responses": (
         "t = SFTTrainer(model)\nt = train_on_responses_only(t)\nt.train()\nt.train()",
@@ -67,21 +66,21 @@ CASES = {
     ),
     "one trains twice, another once": (
         f"t = SFTTrainer(model)\nt.train()\ndef f():\n    two = {NEW}\n    t = {TWO}\n    t.train()\nf()\nt.train()",
-        FROM_FIRST,
+        SPLIT,
     ),
     "the same model, in a function": (
         "t = SFTTrainer(model)\nt.train()\ndef f():\n    t = SFTTrainer(model=model)\n    t.train()\nf()",
-        FROM_FIRST,
+        SPLIT,
     ),
     "the same model, with an adapter": (
         "model = get_peft_model(model, LoraConfig())\nt = SFTTrainer(model)\nt.train()\nt = SFTTrainer(model=t.model)\nt.train()",
-        FROM_FIRST,
+        SPLIT,
     ),
     "created in a function by global": (
         f"def f(m):\n    global t\n    t = SFTTrainer(m)\nf(model)\nt.train()\nf({NEW})\nt.train()",
         UNKNOWN,
     ),
-    "of a list": (f"ts = [SFTTrainer(model), SFTTrainer({NEW})]\nts[0].train()\nts[1].train()", UNKNOWN),
+    "of a list": (f"ts = [SFTTrainer(model), SFTTrainer({NEW})]\nts[0].train()\nts[1].train()", SPLIT),
 }
 
 
@@ -95,4 +94,4 @@ def test_the_advice_for_several_trainings_depends_on_the_objects(case: str, tmp_
     outcome = convert(path)
     assert outcome.code == "R2"
     _, _, found = outcome.reason.partition("); ")
-    assert found == advice if advice in (SAME, SPLIT) else found.startswith(advice)
+    assert found.startswith(advice)

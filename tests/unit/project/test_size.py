@@ -25,7 +25,7 @@ MOST = {
     "finetune/bench": (617, 9),
     "finetune/chat": (893, 8),
     "finetune/config": (3075, 11),
-    "finetune/convert": (6530, 33),
+    "finetune/convert": (6400, 33),
     "finetune/data": (5655, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),

@@ -1,5 +1,6 @@
-# expect: refused R4
-# says: shell command
+# expect: converted
+# says: run it first
+# says: python -c
 # cause: Python on a shell line that prints what it writes
 # %%
 !python -c "import pathlib; print(pathlib.Path('rows.csv').write_text('a\nx'))"

@@ -1,5 +1,5 @@
-# expect: refused R4
-# says: shell command
+# expect: converted
+# says: run it first
 # cause: Python on a shell line that writes the rows, after a variable and a version
 # %%
 !SEED=1 python -c "import pandas as pd; pd.DataFrame({'a': ['x']}).to_csv('rows.csv')"

@@ -1,5 +1,6 @@
-# expect: refused R4
-# says: rows.csv
+# expect: converted
+# says: wget -q https://example.com/raw/rows.csv
+# says: run it first
 # cause: a command that makes a folder and then downloads the rows into it
 # %%
 !mkdir -p data && wget -q https://example.com/raw/rows.csv -O data/rows.csv

@@ -1,4 +1,7 @@
-# expect: refused R4
+# expect: converted
+# says: git clone
+# says: run it first
+# says: paths are relative to corpus
 # cause: the data comes from a cloned repository
 # %%
 !git clone https://github.com/acme/corpus.git

@@ -1,4 +1,6 @@
-# expect: refused R4
+# expect: converted
+# says: kaggle datasets download
+# says: run it first
 # cause: kaggle download and unzip in the shell
 # %%
 !kaggle datasets download -d acme/jokes && unzip -o jokes.zip -d jokes/

@@ -1,5 +1,6 @@
-# expect: refused R4
-# says: data.json
+# expect: converted
+# says: wget -q https://example.com/data.json
+# says: run it first
 # cause: the data file comes from wget
 # %%
 !wget -q https://example.com/data.json -O data.json

@@ -1,6 +1,6 @@
-# expect: refused R4
-# says: paste its code
-# says: src.rows
+# expect: converted
+# has: from src.rows import render
+# says: imports src/rows.py: keep it beside the script
 # fast
 # cause: a helper module lies beside the notebook
 # %% [file] src/__init__.py

@@ -1,5 +1,6 @@
-# expect: refused R4
-# says: paste its code
+# expect: converted
+# has: from helpers import to_text
+# has: SYSTEM = "You answer in English."
 # cause: the module beside the notebook and the notebook give one name different values
 # %% [file] helpers.py
 SYSTEM = "You answer in French."

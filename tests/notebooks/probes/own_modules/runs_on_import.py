@@ -1,6 +1,6 @@
-# expect: refused R4
-# says: paste its code
-# says: prompts
+# expect: converted
+# has: from prompts import TEMPLATE as T
+# says: imports prompts.py
 # cause: a module beside the notebook acts when it is imported, and is a program as well
 # %% [file] prompts.py
 import argparse

@@ -1,6 +1,6 @@
 # expect: converted
+# has: set_seed(
 # has: random.shuffle
-# says: set_seed(
 # cause: random.shuffle without a seed: rows must not differ between ranks, so they are made once
 # %%
 import json, random

@@ -1,5 +1,5 @@
-# expect: refused R4
-# says: return the text itself
+# expect: converted
+# has: formatting_func
 # cause: formatting_func returns a list with one text, which releases of TRL read differently
 # %%
 from datasets import load_dataset
