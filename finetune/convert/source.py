@@ -84,14 +84,19 @@ def block(head: str, parts: Sequence[Part]) -> Part:
     return Part(text="\n".join([head, *(indented(part.text) for part in parts)]), nodes=[node])
 
 
-def indented(text: str) -> str:
-    """Indent each line that does not begin inside a string by four spaces."""
+def in_strings(tree: ast.AST) -> set[int]:
+    """The lines, from 1, that begin inside a string."""
     inside: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
             if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes):
                 inside |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
-    lines = text.split("\n")
+    return inside
+
+
+def indented(text: str) -> str:
+    """Indent each line that does not begin inside a string by four spaces."""
+    inside, lines = in_strings(ast.parse(text)), text.split("\n")
     return "\n".join(
         line if not line.strip() or number in inside else f"    {line}" for number, line in enumerate(lines, 1)
     )

@@ -10,12 +10,11 @@ import ast
 import hashlib
 import json
 import re
-import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.convert.knowledge import named
-from finetune.convert.source import visible_comments
+from finetune.convert.source import in_strings, visible_comments
 from finetune.errors import UserError
 from finetune.redact import redact
 from finetune.runtime import files
@@ -326,8 +325,10 @@ def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt, 
     if isinstance(node, ast.If) and (
         _constant(node.test) is True or ast.unparse(node.test) == "__name__ == '__main__'"
     ):
-        inside = "\n".join(source.split("\n")[node.lineno :])
-        text = textwrap.dedent(inside)
+        within, width = in_strings(node), node.body[0].col_offset
+        numbered = enumerate(source.split("\n"), 1)
+        shifted = [line if n in within else line[:width].lstrip() + line[width:] for n, line in numbered]
+        text = "\n".join(shifted[node.lineno :])
         if not _parses(text) or ast.dump(ast.parse(text)) != ast.dump(ast.Module(node.body, [])):
             text = "\n".join(map(ast.unparse, node.body))
         return _add_all(notebook, cell, line, text, heading)

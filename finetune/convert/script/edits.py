@@ -7,6 +7,8 @@ import ast
 import re
 from collections.abc import Sequence
 
+from finetune.convert.source import in_strings
+
 Edit = tuple[int, int, str]  # of the bytes from one place to another, the new text
 
 
@@ -95,8 +97,8 @@ class _Text:
             found += self.edits(was, inner)
             if inner is not one:
                 head = _source(one).partition("\n")[0]
-                inside = {place for each in ast.walk(was) for place in self._in_texts(each)}
-                places = [place for place in self.lines if start < place < end and place not in inside]
+                inside = in_strings(was)
+                places = [place for n, place in enumerate(self.lines, 1) if start < place < end and n not in inside]
                 found += [
                     (start, start, f"{indent}{head}\n{unit}"),
                     *((place, place, unit) for place in places),
@@ -116,12 +118,6 @@ class _Text:
         if self.raw[start : start + node.col_offset].strip() or rest and not rest.startswith(b"#"):
             raise _Unclear
         return start, end
-
-    def _in_texts(self, node: ast.AST) -> list[int]:
-        """The lines that begin inside of a text."""
-        text = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str | bytes)
-        lines = range(node.lineno, node.end_lineno or node.lineno) if text else ()  # type: ignore[attr-defined]
-        return [self.lines[number] for number in lines]
 
     def _keywords(self, old: ast.Call, new: ast.Call) -> list[Edit]:
         """Keywords that stay have their place; the others are left out or added at the end of the call."""
