@@ -489,7 +489,7 @@ def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, expected in ((tmp_path, "got a folder"), (tmp_path / "file" / "x.json", "is a file")):
         with pytest.raises(UserError, match=expected):
-            command.load_config(["--json", str(path)])
+            command.load_config(["--demo", "--json", str(path)], command="train")
 
 
 def test_model_files_that_are_whole(tiny_model: Path) -> None:

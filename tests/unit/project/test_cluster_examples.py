@@ -116,7 +116,7 @@ def test_the_jobs_command_runs(tmp_path: Path) -> None:
     assert program == "torchrun"
     words[words.index("--nproc_per_node") + 1] = "1"
     done = launch.python(["-m", "torch.distributed.run", *words, "--help"], cache=tmp_path)
-    assert done.returncode == 0 and "usage: accelerate launch -m finetune.train" in done.stdout, done.stderr
+    assert done.returncode == 0 and "usage: finetune train" in done.stdout, done.stderr
 
 
 @pytest.mark.process

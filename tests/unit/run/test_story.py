@@ -72,7 +72,7 @@ def test_the_last_lines_say_whether_it_learned(
     shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", terminal.getvalue())
     assert len(re.findall(r"step \d/4: loss \d", shown)) == 8 and "step 4/4: held-out loss " in shown
     assert "Learning: The run made the model worse: held-out loss " in ruined and "Speed: 4 steps, too few" in ruined
-    assert "Change: LEARNING_RATE: 1 or lower (usual: 1e-5 to 5e-5 for full fine-tuning)" in ruined
+    assert "Change: LEARNING_RATE: 5e-05 or lower (usual: 1e-5 to 5e-5 for full fine-tuning)" in ruined
     assert ruined.endswith(f"The evidence: finetune review {out} ")
     assert "Learning: held-out loss " in learned and "worse" not in learned
     assert learned.endswith(f"Next: finetune chat {out}. Charts and review: finetune dashboard {out} ")

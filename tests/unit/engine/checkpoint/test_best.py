@@ -218,7 +218,7 @@ def test_what_the_best_model_needs_is_checked_first(extra: tuple[str, ...], expe
 
 
 def test_metrics_know_which_direction_is_better() -> None:
-    given = ["--training.eval_steps", "2", *BEST]
+    given = ["--data.eval_fraction", "0.1", "--training.eval_steps", "2", *BEST]
     assert load(given).training.best_is_greatest is False
     assert load([*given, "--training.metric_for_best_model", "eval_token_accuracy"]).training.best_is_greatest is True
     assert load([*given, "--training.metric_for_best_model", "eval_entropy"]).training.best_is_greatest is False
