@@ -15,7 +15,6 @@ from finetune.runtime.types import ScriptTrainer, Tokenizer
 
 if TYPE_CHECKING:
     from finetune.data.layout import Layout
-    from finetune.data.plan import Plan
     from finetune.data.prepare import Data
 
 PURPOSE = (
@@ -38,17 +37,14 @@ def _run(argv: list[str]) -> int:
     options, rest, script = own_options().split_script(argv)
     if not script:
         return run(load_config(rest, command="prepare"), options.json)
-    from finetune.measure import strategy
-
-    began, gpus = time.perf_counter(), strategy.visible_gpus()  # the script's own process will see one
+    began = time.perf_counter()
 
     def from_trainer(trainer: ScriptTrainer) -> int:
-        trainer.take_launch_batch(gpus)
         job = trainer.job
         held_out = job.eval_layout or {}
         named = held_out if isinstance(held_out, Mapping) else {"": held_out}
         layouts = {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
-        show(job.data, {"train": job.layout, **layouts}, job.plan(), job.tokenizer, began, options.json)
+        show(job.data, {"train": job.layout, **layouts}, job.tokenizer, began, options.json)
         return DONE
 
     return scripts.run(script, scripts.Answer(trainer=from_trainer))
@@ -63,10 +59,9 @@ def run(config: Config, json: Path | None = None) -> int:
     Raises:
         UserError: the configuration names no data, or the data is unusable.
     """
-    from finetune.engine.job import lay_out_split, plan_rows, read_rows
+    from finetune.engine.job import lay_out_split, read_rows
     from finetune.engine.session import opening
     from finetune.errors import UserError
-    from finetune.measure import strategy
     from finetune.runtime import bootstrap
 
     if config.demo:
@@ -82,9 +77,7 @@ def run(config: Config, json: Path | None = None) -> int:
     tokenizer, data = read_rows(config)
     pack_length = config.data.row_length if config.data.packing else None
     layouts = {name: lay_out_split(config, data, name, pack_length) for name in data.splits}
-    _, batch = strategy.intended_batch(config, strategy.visible_gpus())  # the run may be on another machine
-    plan = plan_rows(config, data, layouts["train"], batch, None)
-    show(data, layouts, plan, tokenizer, began, json)
+    show(data, layouts, tokenizer, began, json)
     if pack_length is not None:
         print_line(
             "Packs are laid out again as padded rows if a run finds that its model lets documents reach each other"
@@ -92,9 +85,7 @@ def run(config: Config, json: Path | None = None) -> int:
     return DONE
 
 
-def show(
-    data: Data, layouts: Mapping[str, Layout], plan: Plan, tokenizer: Tokenizer, began: float, json: Path | None
-) -> None:
+def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began: float, json: Path | None) -> None:
     """Print a summary of prepared rows, and write it to `json`.
 
     Args:
@@ -102,7 +93,6 @@ def show(
         began: when their preparation began, as `time.perf_counter`.
     """
     from finetune.data import ledger
-    from finetune.data.layout import batch_mix
     from finetune.data.templates.encoder import Encoded, preview
     from finetune.runtime.files import write_json
 
@@ -123,7 +113,7 @@ def show(
         write_json(
             json,
             {"fingerprint": data.fingerprint, "cached": data.cached, "folder": data.folder, "format": data.format}
-            | {"ledger": ledgers, "batch_mix": batch_mix(layouts["train"], plan), "seconds": seconds},
+            | {"ledger": ledgers, "seconds": seconds},
         )
 
 

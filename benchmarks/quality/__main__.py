@@ -258,7 +258,6 @@ def ours(out: Path) -> dict[str, Any]:
         "peak_memory_gib": max(record["peak_memory_gib"], default=None),
         "backend": record["backend"],
         "master_weights": record["master_weights"],
-        "batch_mix": record["batch_mix"],
         "micro": record["batch"]["per_device"],
         "micro_batch": record["micro_batch"],
         "start_up": record["start_up"],

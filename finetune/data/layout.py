@@ -7,8 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from finetune.data.packs import MULTIPLE, Packs, one_per_row, pack, random_order
-from finetune.data.plan import Plan
+from finetune.data.packs import MULTIPLE, Packs, one_per_row, pack
 from finetune.data.store import Rows
 from finetune.runtime.types import JsonObject
 
@@ -114,60 +113,3 @@ def lay_out(rows: Rows, pack_length: int | None, *, seed: int, fingerprint: str)
         one_per_row(rows.lengths) if pack_length is None else pack(rows.lengths, pack_length, f"{seed} {fingerprint}")
     )
     return Layout(rows=rows, packs=packs)
-
-
-MIX_STEPS = 256  # steps that the standard deviations are taken over, if the data has that many in MIX_EPOCHS epochs
-MIX_EPOCHS = 32
-
-
-def batch_mix(layout: Layout, plan: Plan) -> dict[str, float] | None:
-    """How similar the steps of a plan are to each other: steps that are not random samples of the data cost
-    held-out loss. None if an epoch has fewer than two full steps.
-
-    Returns:
-        sd_of_step_mean_length: standard deviation, over steps, of the mean length of a step's documents, in tokens
-        sd_random_order: the same for documents in random order, put one after the other into packs of the same length
-            (next-fit) or, without packing, into rows
-        documents_per_step: mean number of documents in a step
-    """
-    packs, size = layout.packs, plan.global_batch_size
-    per_epoch = plan.n_rows // size
-    if per_epoch < 2:
-        return None
-    epochs = min(MIX_EPOCHS, -(-MIX_STEPS // per_epoch))
-    orders = [np.concatenate([plan.step_rows(epoch, step) for step in range(per_epoch)]) for epoch in range(epochs)]
-    documents = np.diff(packs.offsets)
-    means, counts = zip(*(_step_means(packs.tokens[rows], documents[rows], size) for rows in orders), strict=True)
-    lengths = np.asarray(layout.rows.lengths, dtype=np.int64)
-    random = []
-    for epoch in range(epochs):
-        shuffled = lengths[random_order(len(lengths), f"{plan.seed} {epoch} {plan.fingerprint} mix")]
-        ends = np.cumsum(shuffled)
-        starts = next_fit(ends, packs.pack_length) if packs.pack_length else np.arange(len(lengths))
-        tokens = np.add.reduceat(shuffled, starts)
-        order = random_order(len(starts), f"{plan.seed} {epoch} {plan.fingerprint} steps")
-        order = order[: len(order) // size * size]
-        random.append(_step_means(tokens[order], np.diff(np.append(starts, len(lengths)))[order], size)[0])
-    return {
-        "sd_of_step_mean_length": float(np.concatenate(means).std()),
-        "sd_random_order": float(np.concatenate(random).std()),
-        "documents_per_step": float(np.concatenate(counts).mean()),
-    }
-
-
-def _step_means(tokens: np.ndarray, documents: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean document length, and number of documents, of each step of `size` rows."""
-    counts = documents.reshape(-1, size).sum(axis=1)
-    return tokens.reshape(-1, size).sum(axis=1) / counts, counts
-
-
-def next_fit(ends: np.ndarray, pack_length: int) -> np.ndarray:
-    """First document of each pack if documents are put one after the other into packs.
-
-    ends: int64 [n_documents], cumulative sum of their lengths
-    """
-    starts, done = [], 0
-    while done < len(ends):
-        starts.append(done)
-        done = int(np.searchsorted(ends, (ends[done - 1] if done else 0) + pack_length, side="right"))
-    return np.array(starts, dtype=np.int64)

@@ -132,8 +132,14 @@ class Job:
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
-        return plan_rows(
-            self.config, self.data, self.layout, self.batch, self.size.hidden, in_order=self.layouts.in_order
+        return (SequentialPlan if self.layouts.in_order else Plan)(
+            costs=self.layout.packs.costs(self.size.hidden),
+            label_tokens=self.layout.label_tokens,
+            global_batch_size=self.batch.global_batch_size,
+            seed=self.config.training.seed,
+            fingerprint=self.data.order_key,
+            lengths=self.layout.padded_lengths,
+            group_by_length=self.config.training.train_sampling_strategy == "group_by_length",
         )
 
 
@@ -225,26 +231,6 @@ def lay_out_eval(config: Config, data: Data, pack_length: int | None) -> Layout 
         if split != "train"
     }
     return found.get("", found or None)
-
-
-def plan_rows(
-    config: Config, data: Data, layout: Layout, batch: Batch, hidden: int | None, *, in_order: bool = False
-) -> Plan:
-    """The order of the training rows in global steps.
-
-    Args:
-        hidden: the width of the model, for the costs of rows; None without a model.
-        in_order: do not shuffle them.
-    """
-    return (SequentialPlan if in_order else Plan)(
-        costs=layout.tokens if hidden is None else layout.packs.costs(hidden),
-        label_tokens=layout.label_tokens,
-        global_batch_size=batch.global_batch_size,
-        seed=config.training.seed,
-        fingerprint=data.order_key,
-        lengths=layout.padded_lengths,
-        group_by_length=config.training.train_sampling_strategy == "group_by_length",
-    )
 
 
 def read_rows(config: Config) -> tuple[Tokenizer, Data]:

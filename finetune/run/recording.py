@@ -67,7 +67,6 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
 @contextlib.contextmanager
 def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterator[None]:
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
-    from finetune.data.layout import batch_mix
     from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
@@ -98,7 +97,6 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layout_facts(job).items()},
-            batch_mix=batch_mix(job.layout, job.plan()),
             data_fingerprint=job.data.fingerprint,
             order_key=job.data.order_key,
             data_folder=str(job.data.folder.resolve()),  # where an export finds the held-out rows

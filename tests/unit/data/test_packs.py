@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data import packs as packs_module
-from finetune.data.layout import Layout, batch_mix
+from finetune.data.layout import Layout
 from finetune.data.packs import Packs, one_per_row, pack, padding_segments, random_order
-from finetune.data.plan import Plan
 from tests.helpers import launch
 
 
@@ -266,58 +265,3 @@ def test_documents_of_a_micro_batch_are_those_that_are_collated() -> None:
     counts = [segments(row) for row in (None, *range(len(packs)))]
     assert packs.segments(1) == (min(counts), max(counts) + 1)
     assert packs.segments(3) == (3 * min(counts), 3 * max(counts) + 1)
-
-
-class Documents:
-    """As much of `store.Rows` as the composition of steps needs."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-
-def mix_of(packs: Packs, lengths: np.ndarray, batch: int = 8, **changes) -> dict[str, float]:
-    rows: Any = Documents(lengths)
-    plan = Plan(
-        costs=packs.costs(576), label_tokens=packs.tokens, global_batch_size=batch, seed=1, fingerprint="x",
-        lengths=None if packs.pack_length else packs.tokens, **changes,
-    )  # fmt: skip
-    return batch_mix(Layout(rows=rows, packs=packs), plan)
-
-
-def test_the_mix_of_packs_is_that_of_a_random_order_and_sorted_packs_are_not():
-    lengths = gsm8k(7473, 1)
-    packs = pack(lengths, 4096, "key")
-    mix = mix_of(packs, lengths)
-    sd, documents = mean_length_sd(lengths, as_lists(packs), 8)
-    order = np.random.default_rng(5).permutation(len(lengths)).tolist()
-    assert mix["sd_of_step_mean_length"] == pytest.approx(sd, rel=0.1)
-    random_order_sd = mean_length_sd(lengths, plain_next_fit(lengths.tolist(), 4096, order), 8)[0]
-    assert mix["sd_random_order"] == pytest.approx(random_order_sd, rel=0.1)
-    assert mix["documents_per_step"] == pytest.approx(documents, rel=0.01)
-    assert mix["sd_of_step_mean_length"] <= 1.15 * mix["sd_random_order"]
-
-    sorted_packs = plain_best_fit_decreasing(lengths.tolist(), 4096)
-    documents_sorted = np.concatenate(sorted_packs)
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in sorted_packs])])
-    sums = [np.add.reduceat(values[documents_sorted], offsets[:-1]) for values in (lengths, lengths**2)]
-    longest_first = Packs(
-        documents=documents_sorted, offsets=offsets, tokens=sums[0], squares=sums[1], pack_length=4096
-    )
-    mix = mix_of(longest_first, lengths)
-    assert mix["sd_of_step_mean_length"] > 3 * mix["sd_random_order"]
-
-
-def test_the_mix_of_padded_rows_shows_grouped_steps():
-    lengths = lognormal(4000)
-    rows = one_per_row(lengths)
-    mix = mix_of(rows, lengths, 32)
-    assert mix["documents_per_step"] == 32
-    expected = lengths.std() / 32**0.5
-    assert mix["sd_of_step_mean_length"] == pytest.approx(expected, rel=0.15)
-    assert mix["sd_random_order"] == pytest.approx(expected, rel=0.15)
-    grouped = mix_of(rows, lengths, 32, group_by_length=True)
-    assert grouped["sd_of_step_mean_length"] > 3 * grouped["sd_random_order"]
-    assert mix_of(one_per_row(lengths[:60]), lengths[:60], 32) is None  # one full step

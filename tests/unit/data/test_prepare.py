@@ -476,21 +476,6 @@ def test_a_tokenizer_that_gives_up_names_the_row(tmp_path: Path, monkeypatch: py
         prepared(tmp_path, tokenizer, rows)
 
 
-def test_the_command_reports_the_mix_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune import prepare as command
-
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    model, rows = tiny.make_model(tmp_path / "model", hidden=16, layers=1), tiny.make_rows(tmp_path / "t.jsonl", 400)
-    words = ["--model.model_name_or_path", str(model), "--data.train_file", str(rows), "--data.num_proc", "1"]
-    found = {}
-    for packing in ("true", "false"):
-        how = ["--data.packing", packing, "--data.max_length", "512", "--training.global_batch_size", "4"]
-        assert command.main([*words, *how, "--json", str(tmp_path / "r.json")]) == 0
-        found[packing] = json.loads((tmp_path / "r.json").read_text())["batch_mix"]
-        assert found[packing]["sd_of_step_mean_length"] < 1.2 * found[packing]["sd_random_order"]
-    assert found["false"]["documents_per_step"] == 4 < found["true"]["documents_per_step"]
-
-
 POOL = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
