@@ -10,7 +10,6 @@ from typing import Any
 
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
-from finetune.config.batch import fewest_ranks
 from finetune.config.load import FINETUNE
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, subprocess_dry_run
@@ -122,10 +121,7 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
 
 
 def measure_curves(
-    world_sizes: Sequence[int],
-    machine: Hardware,
-    sizes: Sequence[int],
-    collectives: Sequence[str] = ("all_reduce",),
+    world_sizes: Sequence[int], machine: Hardware, sizes: Sequence[int]
 ) -> tuple[dict[int, tuple[Curve | None, str]], float]:
     """The all-reduce of each world size above one, and the seconds that several ranks take to connect. The measurements
     are cached, for scoring runs."""
@@ -146,7 +142,7 @@ def measure_curves(
                 world,
                 sorted({*usual, *sizes}),
                 environment=environment,
-                collectives=collectives,
+                collectives=("all_reduce",),
                 machine=machine,
                 **EFFORT,
             )
@@ -183,9 +179,6 @@ def measure_at_world_sizes(
         most = most or base.per_device
     found: dict[int, Measurement | str] = {}
     for world in world_sizes:
-        if world < (fewest := fewest_ranks(config.training)):
-            found[world] = f"the job runs on {fewest} or more"
-            continue
         try:
             size = micro_batch_size(config, world, most)
         except UserError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from finetune.advise.machine import devices_here, warnings
 from finetune.config import Config, fixed_batch_arguments, with_fixed_batch
-from finetune.config.batch import fewest_ranks
 from finetune.measure import strategy
 from finetune.measure.predict import predict
 from finetune.runtime import scripts
@@ -65,10 +64,10 @@ def run(argv: list[str]) -> int:
         return advise_script(script, options)
     config = load_config(rest, command="advise")
     from finetune.advise.candidates import DryRunner
-    from finetune.advise.prediction import check_devices
+    from finetune.advise.prediction import check_job
 
+    check_job(config)
     machine, given = inspect_machine(options)
-    check_devices(config, machine)
     cores = machine.cpu_cores if machine.device == "cpu" else None
     # All numbers of GPUs are compared at the global batch of a launch on all that are here.
     launched = strategy.largest_world(config, devices_here(machine))
@@ -91,7 +90,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     """
     scripts.check(script[0])
     from finetune.advise.candidates import DryRunner
-    from finetune.advise.prediction import check_devices
+    from finetune.advise.prediction import check_job
 
     machine, given = inspect_machine(options)
     here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
@@ -103,7 +102,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
             write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
         return FAILED
     config = Config.from_dict(base.config)
-    check_devices(config, machine)
+    check_job(config)
     # As for a configuration, all numbers of GPUs are compared at the global batch of a launch on all that are here.
     bench.devices, training = 1, config.training
     bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
@@ -132,11 +131,9 @@ def most_sizes(options: argparse.Namespace, here: int) -> int:
     return len({1, *(options.world_sizes or [world for world in (1, 2, 4, 8) if world <= here])})
 
 
-def world_sizes(options: argparse.Namespace, config: Config, here: int, given: Mapping[int, Curve]) -> list[int]:
-    """The world sizes to predict: all are compared with the fewest on which the job runs."""
-    fewest, shared = fewest_ranks(config.training), config.training.context_parallel
-    usual = [world for world in (1, 2, 4, 8) if world > fewest and world % shared == 0]
-    return sorted({fewest, *(options.world_sizes or [world for world in usual if world <= here or world in given])})
+def world_sizes(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) -> list[int]:
+    """The world sizes to predict: all are compared with one device."""
+    return sorted({1, *(options.world_sizes or [world for world in (2, 4, 8) if world <= here or world in given])})
 
 
 def advise_configuration(
@@ -151,13 +148,13 @@ def advise_configuration(
     from finetune.advise import candidates, launch, prediction, report, verdict
 
     assert base.measured is not None
-    worlds = world_sizes(options, config, devices_here(machine), given)
+    worlds = world_sizes(options, devices_here(machine), given)
     asked = options.world_sizes or options.fastest or len(worlds) == 1
     short = None if asked else too_short(base.measured, bench.seconds)
     most = None if short else base.recommended  # nor is a larger micro-batch worth another dry run
     worlds = worlds[:1] if short else worlds
     measured = candidates.measure_at_world_sizes(config, bench, base.measured, most, worlds)
-    rows, chosen, between = prediction.compare(config, measured, options, machine)
+    rows, chosen, between = prediction.compare(measured, options, machine)
     searched = most is not None and config.training.gradient_accumulation_steps is None
     settings = [candidates.PER_DEVICE, str(chosen.per_device)] if searched else []
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
@@ -182,10 +179,9 @@ def advise_configuration(
         "notes": [
             *notes,
             *report.active_parameters(one),
-            *([] if config.training.strategy == "shard" else [report.gradients(one)]),
+            report.gradients(one),
         ],
         "start_up_of_ranks_seconds": between.connecting,
-        "measured_on": prediction.measured_on(config),
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice
@@ -197,7 +193,7 @@ def too_short(one: Measurement, seconds: float) -> str | None:
     Args:
         seconds: that its dry run took: so does each further one.
     """
-    if one.shared_by > 1 or (whole := 3600 * predict(one.work(1), 1, None).hours) >= seconds:
+    if (whole := 3600 * predict(one.work(1), 1, None).hours) >= seconds:
         return None
     ends = f"One device. The whole run takes {duration(whole)} there, less than each further dry run"
     return f"{ends} ({duration(seconds)}); --world-sizes measures more"
@@ -206,7 +202,7 @@ def too_short(one: Measurement, seconds: float) -> str | None:
 def write(config: Config | None, options: argparse.Namespace, machine: Hardware, advice: JsonObject) -> None:
     """Write the advice to the cache (for `training.strategy: auto` of a configuration) and to --json."""
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
-    if config is not None and config.training.strategy != "shard":  # `auto` decides that by other advice
+    if config is not None:
         write_json(strategy.advice_file(config, machine.count), kept)
     if options.json:
         write_json(options.json, advice)
@@ -228,7 +224,7 @@ def does_not_fit(
         content["fits_with"] = bench.flags(base.fits_with)
         flags = " ".join(content["fits_with"])
         print_line(f"A pass on its longest rows fits with {flags}. Run advise again with these settings.")
-    elif base.full and machine.device == "cuda" and config.training.strategy != "shard":
+    elif base.full and machine.device == "cuda":
         text, content["shard"] = sharding_advice(config, machine)
         if bench.script:
             text = "A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
@@ -261,7 +257,7 @@ def sharding_advice(config: Config, machine: Hardware) -> tuple[str, JsonObject 
         f"With training.strategy: shard it fits on {world}: weights, gradients and optimizer state need "
         f"{needed[world]:.1f} of {machine.memory_gib:.1f} GiB on each (computed; activations are not included). On "
         f"{', '.join(rows)} GPUs each needs {', '.join(f'{one:.1f}' for one in rows.values())} GiB. "
-        "`finetune advise` with --training.strategy shard measures it."
+        "`finetune dryrun` with --training.strategy shard measures it."
     )
     flags = ["--training.strategy", "shard"]
     return text, {"world_size": world, "gib_per_gpu": needed[world], "gib_by_world_size": rows, "flags": flags}

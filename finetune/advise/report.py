@@ -41,7 +41,7 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
     """Print the advice: the table of world sizes, the decision."""
     if advice["longest_rows"] is not None:
         print_longest_rows(advice["longest_rows"])
-    shown = Table(title=f"Predicted from {advice['measured_on']}", title_justify="left")
+    shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
     columns = ["devices", "tokens/s", "whole run", "GiB/rank", "exposed", "efficiency", *(["cost"] if priced else [])]
     for column in columns:
         shown.add_column(column, justify="right")

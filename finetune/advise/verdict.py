@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.measure import held
@@ -60,74 +60,56 @@ def rows(
     here: int,
     extra_start_up_seconds: float = 0.0,
     price_per_gpu_hour: float | None = None,
-    fewest: int = 1,
-    predicts: Callable[[Work, int, Curve | None], Prediction] = predict,
-    measured: bool = True,
 ) -> list[Row]:
-    """One row per world size of `by_world_size`, that of `fewest` first.
+    """One row per world size of `by_world_size`, that of one device first.
 
     Args:
-        by_world_size: one rank's share of the run, or the reason why it could not be measured.
+        by_world_size: one rank's share of the run, or the reason why it could not be measured; that of one device is
+            known.
         curves: by world size above 1, its all-reduce and the source of it; or None and the reason.
         here: devices of this machine.
         extra_start_up_seconds: time that several ranks need to connect, on top of the start-up of one.
         price_per_gpu_hour: at least zero; None to leave the cost out.
-        fewest: devices on which the job runs, with a measurement and, of several, a curve.
-        predicts: a run at a world size.
-        measured: whether that many have been measured, so that they need no margin of memory.
     """
-    first = by_world_size[fewest]
+    first = by_world_size[1]
     if isinstance(first, str):
-        raise ValueError(f"{counted(fewest, 'device')} was not measured: {first}")
-    start_up = first.start_up_seconds + extra_start_up_seconds
-    curve, source = (None, None) if fewest == 1 else curves[fewest]
-    alone = first if fewest == 1 else replace(first, start_up_seconds=start_up)
-    one = _row(fewest, alone, predicts(alone, fewest, curve), source, here, price_per_gpu_hour, measured=measured)
+        raise ValueError(f"one device was not measured: {first}")
+    alone = predict(first, 1, None)
+    one = Row(
+        world_size=1,
+        here=True,
+        source=None,
+        reason="measured",
+        per_device=first.per_device,
+        prediction=alone,
+        efficiency=1.0,
+        fits=None if first.memory_bytes is None else True,
+        cost=None if price_per_gpu_hour is None else alone.cost(price_per_gpu_hour),
+    )
     found = [one]
-    for world in sorted(set(by_world_size) - {fewest}):
+    for world in sorted(set(by_world_size) - {1}):
         work = by_world_size[world]
         curve, source = curves.get(world, (None, "its all-reduce was not measured"))
         if isinstance(work, str) or curve is None:
             reason = work if isinstance(work, str) else source
             found.append(Row(world_size=world, here=world <= here, source=None, reason=reason))
             continue
-        work = replace(work, start_up_seconds=start_up)
-        row = _row(world, work, predicts(work, world, curve), source, here, price_per_gpu_hour, measured=False)
-        found.append(_compared_with_one(one, row, work, price_per_gpu_hour))
+        work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
+        several, memory = predict(work, world, curve), work.memory_bytes
+        row = Row(
+            world_size=world,
+            here=world <= here,
+            source=source,
+            reason="",
+            per_device=work.per_device,
+            prediction=several,
+            efficiency=several.efficiency(alone),
+            fits=None if memory is None else held.fits(several.peak_memory_bytes, held.limit_of(memory)),
+            cost=None if price_per_gpu_hour is None else several.cost(price_per_gpu_hour),
+            break_even_steps=several.break_even_steps(alone),
+        )
+        found.append(replace(row, reason=_reason(row, several, alone, memory)))
     return found
-
-
-def _row(
-    world: int,
-    work: Work,
-    prediction: Prediction,
-    source: str | None,
-    here: int,
-    price: float | None,
-    *,
-    measured: bool,
-) -> Row:
-    memory = work.memory_bytes
-    return Row(
-        world_size=world,
-        here=world <= max(here, 1),
-        source=source,
-        reason="measured",
-        per_device=work.per_device,
-        prediction=prediction,
-        efficiency=1.0,
-        fits=None if memory is None else (measured or held.fits(prediction.peak_memory_bytes, held.limit_of(memory))),
-        cost=None if price is None else prediction.cost(price),
-    )
-
-
-def _compared_with_one(one: Row, row: Row, work: Work, price: float | None) -> Row:
-    """The row with its comparison to that of the fewest devices."""
-    assert one.prediction and row.prediction
-    several, single = row.prediction, one.prediction
-    breaks_even = several.break_even_steps(single)
-    row = replace(row, efficiency=several.efficiency(single), break_even_steps=breaks_even)
-    return replace(row, reason=_reason(row, several, single, work.memory_bytes))
 
 
 def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float | None) -> str:
@@ -146,12 +128,11 @@ def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float 
     return f"would be {faster:.2f} times as fast ({percent(row.efficiency)} efficiency; {below})"
 
 
-def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
+def choose(found: Sequence[Row], *, fastest: bool = False) -> Row:
     """The world size to launch here: the one whose run ends first, among those with an efficiency of at least 70 % (all
-    if `fastest`), which the fewest devices have; of equal ones the fewer devices. None if none can be launched."""
+    if `fastest`), which one device has; of equal ones the fewer devices."""
     efficient = [row for row in found if fastest or (row.efficiency or 0.0) >= EFFICIENCY_TO_JUSTIFY]
-    eligible = [(row.prediction.hours, row.world_size, row) for row in efficient if row.prediction and row.eligible]
-    return min(eligible, default=(0.0, 0, None))[2]
+    return min((row.prediction.hours, row.world_size, row) for row in efficient if row.prediction and row.eligible)[2]
 
 
 def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
@@ -162,15 +143,12 @@ def decision_sentence(chosen: Row, found: Sequence[Row]) -> str:
     """
     if chosen is not found[0]:
         return f"{counted(chosen.world_size, 'device')}. They {chosen.reason}"
-    several = chosen.world_size > 1
-    few = f"{chosen.world_size} devices, the fewest that this job runs on" if several else "One device"
-    if (nearest := nearest_here(found)) is None:
-        return f"{few}. There are no more" if several else f"{few}. There is no second one"
-    return f"{few}. {describe(nearest)}"
+    nearest = nearest_here(found)
+    return f"One device. {'There is no second one' if nearest is None else describe(nearest)}"
 
 
 def nearest_here(found: Sequence[Row]) -> Row | None:
-    """The most efficient number of devices here above the fewest."""
+    """The most efficient number of devices here above one."""
     return max((row for row in found[1:] if row.here), key=lambda row: row.efficiency or 0.0, default=None)
 
 

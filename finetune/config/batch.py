@@ -51,11 +51,6 @@ def ranks_to_share_longer_rows(shared: int, gpus: int) -> int | None:
     return next((ranks for ranks in range(2 * shared, gpus + 1, shared) if gpus % ranks == 0), None)
 
 
-def fewest_ranks(training: TrainingConfig) -> int:
-    """The ranks that a job needs: those that share each row, and two that share a model."""
-    return max(training.context_parallel, 2 if training.strategy == "shard" else 1)
-
-
 def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
     """Divide the global batch exactly over the `data_ranks` of `world_size` ranks.
 

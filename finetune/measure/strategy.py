@@ -196,8 +196,6 @@ def advice_file(config: Config, gpus: int) -> Path:
         "gpus": gpus,
         "names": nvml.gpu_names() or [],
     }
-    if training.context_parallel > 1:
-        decides["training"] |= {"context_parallel": training.context_parallel}
     return cache_folder() / "measurements" / f"advice-{files.checksum_of_json(decides)}.json"
 
 
