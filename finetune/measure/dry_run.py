@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from finetune.measure.dry_run_report import TrialResult
 from finetune.measure.longest_row import DoesNotFit, TrialModes
 from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
-from finetune.measure.predict import exchange_seconds, predict
+from finetune.measure.predict import predict
 from finetune.measure.trial import (
     ENOUGH,
     LIMIT_SECONDS,
@@ -185,25 +185,12 @@ def micro_batch_times(trial: Trial) -> list[dict[str, float]]:
 
 
 def projection(measured: Measurement, world: int) -> JsonObject:
-    """The predicted run on one device, or on the fewest that share rows, and the number of devices in the launch
-    line."""
+    """The predicted run on one device, or on the fewest that share rows, without their communication, and the number of
+    devices in the launch line."""
     work, ranks = measured.work(measured.shared_by), measured.shared_by
-    exchange, reduced, source = None, None, "no rank shares its rows"
-    if ranks > 1:
-        backend = "gloo" if measured.memory_bytes is None else "nccl"
-        where = ranks, backend, measured.facts["device"], os.environ
-        exchange, source = measurements.find_exchange(*where)
-        reduced, _ = measurements.find_comm(*where)
-    if exchange is None or ranks == 1:
-        one = predict(replace(work, exchanges=()), 1, None)
-    else:
-        one = predict(work, ranks, reduced, exchange)
+    one = predict(work, 1, None)
     return {
         "shared_by": ranks,
-        "exchange_seconds": None if exchange is None else exchange_seconds(work, exchange),
-        "exchange_bytes": sum(size * number for size, number in work.exchanges),
-        "communication": source,
-        "exposed_seconds": one.exposed_seconds,
         "steps": measured.steps,
         "step_seconds": one.step_seconds,
         "tokens_per_second": one.tokens_per_second,

@@ -81,8 +81,6 @@ def table(measured: JsonObject) -> Table:
     shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}{rank}")
     parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
     shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
-    if shared > 1:
-        shown.add_row("communication, in ms", _communication(whole))
     shown.add_row(f"throughput, {where}", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
     length = f"{counted(whole['steps'], 'step')} in {duration(3600 * whole['hours_on_one_device'])}"
     shown.add_row(f"whole run, {where}", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
@@ -94,15 +92,6 @@ def table(measured: JsonObject) -> Table:
         shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
     shown.add_row("saved and reloaded", "equal")
     return shown
-
-
-def _communication(whole: JsonObject) -> str:
-    size = f"{whole['exchange_bytes'] / 2**20:,.1f} MiB exchanged per rank"
-    if whole["exchange_seconds"] is None:
-        return f"not in the figures below: {size}; {whole['communication']}"
-    gradients = whole["exposed_seconds"] - whole["exchange_seconds"]
-    parts = f"attention {1e3 * whole['exchange_seconds']:,.1f} + gradients {1e3 * gradients:,.1f}"
-    return f"{parts}, predicted ({size}; from {whole['communication']})"
 
 
 def print_longest_rows(found: JsonObject) -> None:
@@ -158,7 +147,10 @@ def notes(measured: JsonObject) -> list[str]:
     sizes, memory = measured["micro_batch_search"], measured["memory"]
     lines = []
     if (shared := measured["projection"].get("shared_by", 1)) > 1:
-        lines.append(f"{_as_one_of(shared)} Nothing is exchanged with other ranks, so losses are not those of a run.")
+        lines.append(
+            f"{_as_one_of(shared)} Nothing is exchanged with other ranks: the figures are without that time, and "
+            "losses are not those of a run."
+        )
     if not sizes["attempts"]:
         lines.append(f"Micro-batch size: {sizes['reason']}.")
     elif sizes["largest_that_fits"] is None:
@@ -219,9 +211,8 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
             f"{row['tokens_per_second']:,.0f}",
         )
     console().print(shown)
-    if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
-        what = "gathering weights takes" if shared == 1 else "gathering weights and exchanging rows take"
-        print_line(f"`finetune bench comm` on the GPUs of the run measures how long {what}.")
+    if shared == 1 and any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
+        print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
     if result["go"]:
         console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
         print_line(f"  {line}")

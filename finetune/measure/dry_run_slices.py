@@ -104,25 +104,22 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int) -> JsonObject
     rows = []
     worlds: set[int] = {*SHARDED_WORLDS, *([world] if world > 1 else [])}
     backend = "gloo" if device is None else "nccl"
-    shared, exchange, between = whole.shared_by, None, ""
-    if shared > 1:
-        exchange, between = measurements.find_exchange(shared, backend, whole.facts["device"], os.environ)
+    shared = whole.shared_by
     for ranks in sorted(worlds):
         groups, rest = divmod(ranks, shared)
         if rest or whole.global_batch_size % (groups * whole.per_device):
             continue
-        curve, source = measurements.find_comm(ranks, backend, whole.facts["device"], os.environ)
-        if shared > 1:
-            source = f"{source} and {between}"
-        known = curve is not None and (shared == 1 or exchange is not None)
+        curve, source = None, "the exchanges of shared rows are not predicted"
+        if shared == 1:
+            curve, source = measurements.find_comm(ranks, backend, whole.facts["device"], os.environ)
         seconds = whole.compute_seconds.get(str(groups), whole.compute_seconds["1"] / groups)
-        one = slices.predict(found, whole.work(ranks, seconds), ranks, curve, exchange)
+        one = slices.predict(found, whole.work(ranks, seconds), ranks, curve)
         rows.append(
             {
                 "world_size": ranks,
                 "peak_memory_gib": one.peak_memory_bytes / gib,
                 "step_seconds": one.step_seconds,
-                "exposed_seconds": one.exposed_seconds if known else None,
+                "exposed_seconds": None if curve is None else one.exposed_seconds,
                 "communication": source,
                 "tokens_per_second": one.tokens_per_second,
                 "fits": held.fits(one.peak_memory_bytes, limit),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,6 @@ from finetune.measure.predict import (
     Gradients,
     Work,
     all_reduce_curve,
-    all_to_all_curve,
 )
 from finetune.runtime import bootstrap
 from finetune.runtime.files import checksum_of_json, write_json
@@ -58,7 +57,6 @@ class Measurement:
     active_parameters:  of `parameters`, those that a token uses (`engine.model.experts.count`)
     gradient_bytes:     of each trained parameter, in the order of `model.parameters()`
     shared_by:          ranks that share each row
-    exchanges:          of these: [bytes, number] of the all-to-alls of a mean micro-batch
     """
 
     facts: JsonObject
@@ -88,7 +86,6 @@ class Measurement:
     bucket_cap_bytes: int
     first_bucket_bytes: int
     shared_by: int = 1
-    exchanges: list[list[float]] = field(default_factory=list)
 
     def to_dict(self) -> JsonObject:
         """The measurement as JSON."""
@@ -142,7 +139,6 @@ class Measurement:
             gradients=self.gradients,
             peak_memory_bytes=self.peak_memory_bytes,
             memory_bytes=self.memory_bytes,
-            exchanges=tuple((size, number * accumulation) for size, number in self.exchanges),
         )
 
 
@@ -369,22 +365,9 @@ def find_comm(
         return None, f"{path} is damaged or from another version"
 
 
-def find_exchange(ranks: int, backend: str, device: str, environment: Mapping[str, str]) -> tuple[Curve | None, str]:
-    """The all-to-all curve of ranks of one machine that share rows, and what it is from; or None and the reason."""
-    if find_comm(ranks, backend, device, environment)[0] is None:
-        what = f"neither all-to-all nor all-reduce of {ranks} ranks was measured on this machine"
-        return None, f"{what} (run `finetune bench comm` first)"
-    path = comm_file(ranks, backend, device, environment)
-    curve, collective = all_to_all_curve(json.loads(path.read_text(encoding="utf-8")))
-    return curve, f"the {collective} of {ranks} ranks in {path}"
-
-
-def read_comm(path: Path, curve: Callable[[JsonObject], Curve] = all_reduce_curve) -> dict[int, Curve]:
+def read_comm(path: Path) -> dict[int, Curve]:
     """The all-reduce curve of each world size in a file of `bench comm --json`: one measurement, or a list of them
     (also under the key `runs`).
-
-    Args:
-        curve: gives another one.
 
     Raises:
         UserError: the file is not such a result.
@@ -392,7 +375,7 @@ def read_comm(path: Path, curve: Callable[[JsonObject], Curve] = all_reduce_curv
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         # Of several settings at one world size the first counts: the recommended ones.
-        return {int(one["world_size"]): curve(one) for one in reversed(comm_runs(content))}
+        return {int(one["world_size"]): all_reduce_curve(one) for one in reversed(comm_runs(content))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"Not a valid result of `finetune bench comm --json`: {path} ({type(error).__name__}: {error}). "

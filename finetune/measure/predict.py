@@ -4,8 +4,6 @@ The model of a data-parallel optimizer step, on the slowest rank:
 
     step = forward and backward of its micro-batches + data waits + exposed communication + optimizer + other
 
-Ranks that share rows (context parallelism) also exchange them around each layer's attention, which nothing hides.
-
 Only the last micro-batch of a step communicates (the others run under `no_sync`; torch's "Distributed Data Parallel"
 note), bucket by bucket while its backward runs. Not modeled: computation that slows down during communication, and
 ranks that share a CPU, its caches or its memory bandwidth.
@@ -70,15 +68,6 @@ def all_reduce_curve(measured: JsonObject) -> Curve:
     return Curve(
         points=tuple((one["bytes"], one["seconds"]["median"]) for one in measured["collectives"]["all_reduce"])
     )
-
-
-def all_to_all_curve(measured: JsonObject) -> tuple[Curve, str]:
-    """The all-to-all curve in such a result, and the collective that it is from. Without all-to-all, that of
-    all-reduce: of S bytes, a rank sends (n - 1) / n in an all-to-all and twice that in an all-reduce (a ring)."""
-    if rows := measured["collectives"].get("all_to_all"):
-        return Curve(points=tuple((one["bytes"], one["seconds"]["median"]) for one in rows)), "all-to-all"
-    reduced = all_reduce_curve(measured)
-    return Curve(points=tuple((2 * size, seconds) for size, seconds in reduced.points)), "all-reduce"
 
 
 def buckets(gradients: Sequence[int], cap: int = BUCKET_BYTES, first: int = FIRST_BUCKET_BYTES) -> list[int]:
@@ -151,7 +140,6 @@ class Work:
     steps:              optimizer steps of the run
     start_up_seconds:   from the start of the process to the first step
     gradients:          what DDP sends in each step
-    exchanges:          of ranks that share rows: (bytes, number) of the all-to-alls of each step
     peak_memory_bytes:  of one device without DDP
     memory_bytes:       of the device; None if it has no limit (CPU)
     """
@@ -169,7 +157,6 @@ class Work:
     gradients: Gradients
     peak_memory_bytes: float
     memory_bytes: float | None
-    exchanges: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +199,10 @@ class Prediction:
         return max(self.start_up_seconds - one.start_up_seconds, 0.0) / gained if gained > 0 else None
 
 
-def exchange_seconds(work: Work, all_to_all: Curve) -> float:
-    """Seconds of a step in which ranks exchange the rows that they share."""
-    return sum(number * all_to_all.seconds(size) for size, number in work.exchanges)
-
-
-def predict(work: Work, world_size: int, curve: Curve | None, all_to_all: Curve | None = None) -> Prediction:
+def predict(work: Work, world_size: int, curve: Curve | None) -> Prediction:
     """Predict one world size from a rank's `work` and the all-reduce `curve` of that world size.
 
     At world size 1 there is no communication, and the prediction is the measurement.
-
-    Args:
-        all_to_all: of the ranks that share each row.
 
     Raises:
         ValueError: several ranks without a curve.
@@ -239,11 +218,6 @@ def predict(work: Work, world_size: int, curve: Curve | None, all_to_all: Curve 
         communication = sum(curve.seconds(size) for size in filled)
         if not (gradients.as_bucket_view and gradients.in_peak):
             memory = float(sum(gradients.sizes))
-    if work.exchanges:
-        if all_to_all is None:
-            raise ValueError("ranks that share rows need an all-to-all curve")
-        exposed += (exchanged := exchange_seconds(work, all_to_all))
-        communication += exchanged
     step = work.compute_seconds + work.data_seconds + exposed + work.optimizer_seconds + work.other_seconds
     return Prediction(
         world_size=world_size,

@@ -37,8 +37,9 @@ def score(job: Job, results: JsonObject) -> JsonObject:
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
-    shared = job.context.size
-    sharded = exchange = None
+    if job.context.size > 1:
+        return _not_scored("ranks that share each row exchange it, which a dry run does not time")
+    sharded = None
     if job.config.training.strategy == "shard" and world > 1:
         sharded, source = slices.find(measurements.facts(job))
         measured = None if sharded is None else sharded.whole
@@ -55,15 +56,10 @@ def score(job: Job, results: JsonObject) -> JsonObject:
         if curve is None:
             return _not_scored(where)
         source = f"{source} and {where}"
-        if shared > 1:
-            exchange, where = measurements.find_exchange(shared, backend, job.hardware.name, os.environ)
-            if exchange is None:
-                return _not_scored(where)
-            source = f"{source} and {where}"
     return {
         "source": source,
         "reason": None,
-        **compare(*expected_predictions(job, measured, world, curve, sharded, exchange), results),
+        **compare(*expected_predictions(job, measured, world, curve, sharded), results),
     }
 
 
@@ -73,31 +69,28 @@ def expected_predictions(
     world: int,
     curve: Curve | None,
     sharded: Sharded | None = None,
-    exchange: Curve | None = None,
 ) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
     is left out, as in the measured results, because it compiles kernels.
 
     Args:
         sharded: what `measured` belongs to, of a run that shards its model.
-        exchange: all-to-all of ranks that share rows.
     """
 
     def one(work: Work) -> Prediction:
         if sharded is not None:
-            return slices.predict(sharded, work, world, curve, exchange)
-        return predict(work, world, curve, exchange)
+            return slices.predict(sharded, work, world, curve)
+        return predict(work, world, curve)
 
     plan, layout = job.plan(), job.layout
     line = measured.seconds_per_micro_batch, measured.seconds_per_token
     seconds = slowest_rank_seconds(
         plan,
         layout,
-        world_size=world // measured.shared_by,
+        world_size=world,
         per_device=job.batch.per_device,
         line=line,
         residuals=measured.residual_seconds,
-        shared_by=measured.shared_by,
     )
     tokens = [float(layout.tokens[plan.step_rows(0, step)].sum()) for step in range(plan.steps_per_epoch)]
     count = job.config.training.max_steps

@@ -25,7 +25,7 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.measure import held, measurements
 from finetune.measure.measurements import Measurement
-from finetune.measure.predict import Curve, Prediction, Work, exchange_seconds
+from finetune.measure.predict import Curve, Prediction, Work
 from finetune.runtime.files import read_json, write_json
 from finetune.runtime.types import JsonObject
 
@@ -149,7 +149,6 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
     added = Counter(more.gradient_bytes) - Counter(few.gradient_bytes)
     repeats = (layers - slices[1]) / (slices[1] - slices[0])
     gradients = [*more.gradient_bytes, *(size for size, count in added.items() for _ in range(round(count * repeats)))]
-    sent = {size: number for size, number in few.exchanges}
     facts = more.facts | {
         "model.model_name_or_path": model,
         "the size of the model": [
@@ -169,7 +168,6 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
             for world, seconds in more.compute_seconds.items()
         },
         gradient_bytes=gradients,
-        exchanges=[[size, line(sent.get(size, 0.0), number)] for size, number in more.exchanges],
     )
 
 
@@ -220,22 +218,16 @@ def _held_by_a_slice(weights: int, sizes: held.Sizes, stored: held.Storage) -> f
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def predict(
-    found: Sharded, work: Work, world_size: int, curve: Curve | None, all_to_all: Curve | None = None
-) -> Prediction:
+def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) -> Prediction:
     """A sharded run at one world size.
 
     Args:
         work: one rank's share of the computation.
         curve: of an all-reduce at that world size; None predicts the step without communication.
-        all_to_all: of the ranks that share each row; None predicts it without their exchanges.
     """
     exposed = communication = 0.0
     if curve is not None and world_size > 1:
         exposed, communication = communication_seconds(found, work, curve)
-    if all_to_all is not None:
-        exposed += (exchanged := exchange_seconds(work, all_to_all))
-        communication += exchanged
     optimizer = work.optimizer_seconds / world_size  # each rank updates its part
     step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
     return Prediction(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,7 +26,6 @@ from finetune.measure.measurements import Measurement, slowest_rank_seconds
 from finetune.measure.predict import line_through
 from finetune.measure.probe import longest_rows
 from finetune.measure.protocol import WARM_UP, without_outliers
-from finetune.runtime.ranks.context_group import StandIn
 
 T = TypeVar("T")
 
@@ -87,18 +85,6 @@ class TimeBudget(TrainerCallback):
     ) -> None:
         if self.over or state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
-
-
-class ExchangeCount(TrainerCallback):
-    """Keeps what a stand-in exchanged in the last step only."""
-
-    def __init__(self, group: StandIn) -> None:
-        self._group = group
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._group.sent_bytes.clear()
 
 
 # --- the whole trial ------------------------------------------------------------------------------------------------
@@ -194,26 +180,11 @@ class Trial:
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
             shared_by=shared,
-            exchanges=self._exchanges(len(done)),
         )
 
     def _state_bytes(self) -> int:
         """Bytes of the optimizer state."""
         return memory_per_rank.allocated_bytes(self.trainer.model, self.trainer.optimizer).optimizer or 0
-
-    def _exchanges(self, steps: int) -> list[list[float]]:
-        """[bytes, number] of the exchanges of a mean micro-batch, from those of the last step."""
-        context, batch = self.job.context, self.job.batch
-        if not isinstance(context, StandIn) or not context.sent_bytes:
-            return []
-        plan = self.job.plan()
-        accumulation = batch.global_batch_size // batch.per_device
-        rows = plan.deal_epoch(0, world_size=1, per_device=batch.per_device, accumulation=accumulation)
-        mean = float(self.job.layout.micro_batch_tokens(rows, context.size).mean())
-        *_, last = self.tokens[steps - 1].tolist()
-        number = len(context.sent_bytes) // self.tokens.shape[1]
-        found = Counter(context.sent_bytes[-number:])
-        return [[size / last * mean, float(times)] for size, times in sorted(found.items())]
 
 
 def _longest_of(layout: Layout) -> Layout:
@@ -266,8 +237,6 @@ def prepare(
     built.logger.monitor.keep_steps()
     budget = TimeBudget(at_least=1 if is_long else WORST_STEPS + ENOUGH)
     trainer.add_callback(budget)
-    if isinstance(job.context, StandIn):
-        trainer.add_callback(ExchangeCount(job.context))
     # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
     return Trial(

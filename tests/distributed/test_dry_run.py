@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from finetune.measure import measurements
 from finetune.runtime import runlock
 from tests.distributed.test_training import faulty
 from tests.helpers import launch, tiny
@@ -193,35 +192,8 @@ def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_
 
 
 @pytest.mark.campaign
-def test_ranks_that_share_rows_are_scored_by_the_dry_run_of_one(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also the memory of each rank: that of a process, in which libraries are most."""
-    tiny.make_rows(tmp_path / "train.jsonl", 60)
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setenv("FINETUNE_CACHE", str(cache))
-    words = ["--training.context_parallel", "2", "--training.global_batch_size", "4", "--model.backend", "transformers"]
-    words += ["--json", str(cache / "dry.json"), "--training.output_dir", str(out), "--logging.generate_samples", "0"]
-    done = launch.run("1 rank", arguments(tiny_model, tmp_path, *words), cache=cache, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout[-4000:]
-    verdict = json.loads((cache / "dry.json").read_text())
-    rows = [{"bytes": size, "seconds": {"median": 1e-3}} for size in (4096, 2**20)]
-    comm = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": rows}}
-    measurements.save_comm(comm, verdict["measurement"]["facts"]["device"])
-    real = [word for word in arguments(tiny_model, tmp_path, *words) if word != "--dry-run"]
-    run = launch.train("2 ranks", real, out=out, cache=cache, OMP_NUM_THREADS="1")
-    prediction = run["prediction"]
-    assert prediction["reason"] is None and "the all-reduce of 2 ranks in " in prediction["source"]
-    assert prediction["source"].startswith(verdict["measurement_file"])
-    assert abs(prediction["peak_memory_gib"]["error"]) < 0.2 and prediction["step_seconds"]["predicted"] > 0
-
-
-@pytest.mark.campaign
 @pytest.mark.parametrize("shared", [1, 2])
-def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(
-    shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(shared: int, tmp_path: Path) -> None:
     """The memory of two ranks is that of processes that never held the whole model; also if they share each row."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -246,17 +218,11 @@ def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(
     assert row["exposed_seconds"] is None and row["peak_memory_gib"] > 0  # no all-reduce was measured
     assert not out.exists()
 
-    if shared > 1:
-        rows = [{"bytes": size, "seconds": {"median": 1e-3}} for size in (4096, 2**20)]
-        comm = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": rows}}
-        monkeypatch.setenv("FINETUNE_CACHE", str(cache))
-        measurements.save_comm(comm, verdict["measurement"]["facts"]["device"])
     real = [word for word in words if word != "--dry-run"]
     run = launch.train("torchrun", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
     if shared == 1:
         assert "no all-reduce of 2 ranks was measured" in run["prediction"]["reason"]
     else:
-        assert "the all-reduce of 2 ranks in " in run["prediction"]["source"]
-        assert run["prediction"]["peak_memory_gib"]["predicted"] == row["peak_memory_gib"]
+        assert "ranks that share each row" in run["prediction"]["reason"]
     assert verdict["measurement"]["trainable_parameters"] == sum(run["sharding"]["local_elements"])
     assert row["peak_memory_gib"] == pytest.approx(max(run["peak_memory_gib"]), rel=0.3)

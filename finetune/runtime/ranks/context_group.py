@@ -5,7 +5,7 @@ Of W ranks, neighbors share rows: rank r has the rows of data rank r // C, and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +99,7 @@ class ContextGroup:
 class StandIn(ContextGroup):
     """A process that does on one device what each rank of a group does: it has a part of each row, and as many heads in
     attention, so that time and memory are a rank's. An exchange returns what was sent, so that values are wrong.
-
-    sent_bytes: of each exchange since the list was cleared
     """
-
-    sent_bytes: list[int] = field(default_factory=list, compare=False)
 
     @property
     def processes(self) -> int:
@@ -125,7 +121,6 @@ class StandIn(ContextGroup):
         return tensor
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        self.sent_bytes.append(sent.nbytes)
         received.copy_(sent)
 
 

@@ -17,9 +17,7 @@ from finetune.data.layout import lay_out
 from finetune.engine.job import model_size
 from finetune.engine.monitoring.metrics import ModelSize, training_flops
 from finetune.engine.training.loss import StepStatistics
-from finetune.measure import dry_run as trial_of
-from finetune.measure import dry_run_slices, held, longest_row, measurements, probe, slices, subprocess_dry_run, trial
-from finetune.measure.measurements import Measurement
+from finetune.measure import held, longest_row, probe, subprocess_dry_run, trial
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
@@ -326,22 +324,9 @@ def test_a_job_whose_rows_ranks_share_is_measured_as_one_of_them(
     found = dry_run(runs, *shared)
     assert found["go"] and found["measurement"]["shared_by"] == 2 and "--nproc_per_node 2" in found["launch"]
     assert found["measurement"]["facts"]["training.context_parallel"] == 2  # the run's, which is scored by it
-    # A layer sends 24 tokens of queries, keys and values in float32, and their output: forward, again as it is computed
-    # again, and backward.
-    output, all_three = 24 * 16 * 4, 24 * (16 + 2 * 8) * 4
-    assert found["measurement"]["exchanges"] == [[output, 3], [all_three, 3]]
-    projection = found["projection"]
-    assert projection["exchange_seconds"] is None and projection["exchange_bytes"] == 4 * 3 * (output + all_three)
+    assert found["projection"]["step_seconds"] == pytest.approx(sum(found["step"].values()))
     said = " ".join(capsys.readouterr().out.split())
-    assert "not in the figures below" in said and "Measured as one of 2 ranks" in said and "loss, first" not in said
-
-    row = {"bytes": 2**20, "seconds": {"median": 0.5}}
-    comm = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": [row]}}
-    measurements.save_comm(comm, found["measurement"]["facts"]["device"])
-    projection = trial_of.projection(Measurement.from_dict(found["measurement"]), 2)
-    assert projection["exchange_seconds"] == pytest.approx(4 * 6 * 0.5)  # each as long as the smallest all-reduce
-    assert projection["communication"].startswith("the all-reduce of 2 ranks in ")
-    assert projection["step_seconds"] > 4 * 6 * 0.5 + 0.5  # gradients are reduced once
+    assert "are without that time" in said and "Measured as one of 2 ranks" in said and "loss, first" not in said
 
 
 def test_a_sharded_job_whose_rows_ranks_share_is_measured_in_slices_as_one_of_them(
@@ -372,26 +357,10 @@ def test_a_sharded_job_whose_rows_ranks_share_is_measured_in_slices_as_one_of_th
     assert shared["go"] and "--nproc_per_node 2" in shared["launch"] and shared["measurement"]["shared_by"] == 2
     kept = shared["sharded"]["activation_gib"]["layers"] * 2**30
     assert kept == pytest.approx(3 * 24 * 16 * 4)  # the layers' inputs
-    # Three layers: queries, keys and values of 24 tokens, and the output; forward, again, and backward.
-    output, all_three = 24 * 16 * 4, 24 * (16 + 2 * 8) * 4
-    assert shared["measurement"]["exchanges"] == [[output, 9], [all_three, 9]]
     assert [row["world_size"] for row in shared["sharded"]["rows"]] == [2, 4, 8]  # of four packs in a step
     said = " ".join(capsys.readouterr().out.split())
     assert "Measured as one of 2 ranks that share each row" in said
-
-    device = shared["measurement"]["facts"]["device"]
-    sharded, _ = slices.find(shared["measurement"]["facts"])
-    assert sharded is not None
-    seconds = {}
-    for collective in ("all_reduce", "all_to_all"):  # the second is known once it is measured
-        row = {"bytes": 2**30, "seconds": {"median": 0.5}}
-        rows = {name: [row] for name in ("all_reduce", collective)}
-        measurements.save_comm({"world_size": 2, "backend": "gloo", "environment": {}, "collectives": rows}, device)
-        two = dry_run_slices.sharded_result(sharded, 48, 2)["sharded"]["rows"][0]
-        assert f"the {collective.replace('_', '-')} of 2 ranks in " in two["communication"]
-        seconds[collective] = two["exposed_seconds"]
-    # Each takes as long as the smallest that was measured: 4 micro-batches of 18 exchanges, gathers, and a reduction.
-    assert seconds["all_to_all"] == pytest.approx(seconds["all_reduce"]) and seconds["all_reduce"] > 4 * 18 * 0.5
+    assert all(row["exposed_seconds"] is None for row in shared["sharded"]["rows"])
 
 
 def test_a_slice_that_fills_the_device_says_so_for_advise(runs: Runs, tmp_path: Path) -> None:

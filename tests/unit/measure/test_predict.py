@@ -20,7 +20,6 @@ from finetune.measure.predict import (
     Prediction,
     Work,
     all_reduce_curve,
-    all_to_all_curve,
     buckets,
     exposed_seconds,
     line_through,
@@ -127,32 +126,6 @@ def test_gradients_inside_the_buckets_cost_no_memory() -> None:
         assert beside.peak_memory_bytes == WORK.peak_memory_bytes + MIB
         unseen = replace(inside, in_peak=False)  # the one device was measured without gradients held
         assert predict(replace(work, gradients=unseen), 2, CURVE).peak_memory_bytes == WORK.peak_memory_bytes + MIB
-
-
-def test_ranks_that_share_rows_wait_for_each_exchange() -> None:
-    """Two sizes, in each of three micro-batches 4 and 2 times: nothing hides them, and they are no gradients."""
-    work = replace(
-        WORK, exchanges=((10 * MIB, 12), (MIB, 6)), gradients=Gradients(sizes=(20 * MIB,), first=BUCKET_BYTES)
-    )
-    found, without = predict(work, 2, CURVE, CURVE), predict(replace(work, exchanges=()), 2, CURVE)
-    assert found.exposed_seconds - without.exposed_seconds == pytest.approx(12 * 0.1 + 6 * 0.01)
-    assert found.step_seconds - without.step_seconds == pytest.approx(12 * 0.1 + 6 * 0.01)
-    assert found.communication_seconds - without.communication_seconds == pytest.approx(12 * 0.1 + 6 * 0.01)
-    assert found.peak_memory_bytes == without.peak_memory_bytes
-    with pytest.raises(ValueError, match="all-to-all"):
-        predict(work, 2, CURVE)
-
-
-def test_an_all_to_all_is_measured_or_sends_half_of_an_all_reduce() -> None:
-    def rows(seconds: float) -> list:
-        return [{"bytes": size, "seconds": {"median": seconds * size}} for size in (MIB, 100 * MIB)]
-
-    reduced = {"collectives": {"all_reduce": rows(1e-8)}}
-    curve, source = all_to_all_curve(reduced)
-    assert curve.seconds(10 * MIB) == pytest.approx(1e-8 * 5 * MIB) and source == "all-reduce"
-    both = {"collectives": {"all_reduce": rows(1e-8), "all_to_all": rows(3e-8)}}
-    curve, source = all_to_all_curve(both)
-    assert curve.seconds(10 * MIB) == pytest.approx(3e-8 * 10 * MIB) and source == "all-to-all"
 
 
 def test_several_ranks_need_a_curve() -> None:

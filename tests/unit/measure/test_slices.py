@@ -194,7 +194,7 @@ def measured(layers: int) -> Measurement:
         compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
         steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
         active_parameters=100 + 3 * layers, trainable_parameters=10 * layers,
-        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32", exchanges=[[64.0, 3.0 * layers]],
+        gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
         as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
     )  # fmt: skip
 
@@ -333,9 +333,6 @@ def test_what_is_gathered_and_what_of_it_shows() -> None:
 
 def test_a_step_of_several_ranks() -> None:
     found, work = sharded(), measured(4).work(2)
-    exchange = Curve(points=((1.0, 2.0), (1e9, 2.0)))
-    sharing = replace(work, exchanges=((100.0, 12.0),))
-    assert slices.predict(found, sharing, 2, None, exchange).exposed_seconds == 12 * 2
     one = slices.predict(found, work, 2, None)
     assert one.step_seconds == pytest.approx(work.compute_seconds + work.optimizer_seconds / 2 + work.other_seconds)
     assert one.peak_memory_bytes == found.peak_bytes(2)
