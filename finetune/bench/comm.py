@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from finetune.bench import conditions, launch
+from finetune.bench import launch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
 from finetune.runtime.machine.hardware import Hardware, survey
@@ -36,7 +36,7 @@ def measure(
         machine: result of `survey()`, if the caller has it already.
 
     Returns:
-        One run, as in `--json`: kind, world_size, backend, environment, hardware, conditions, and for each
+        One run, as in `--json`: kind, world_size, backend, environment, hardware, and for each
         collective a list of {bytes, seconds: {mean, median, ci95, runs, n, removed}, algbw_gb_s, busbw_gb_s}.
         Bandwidths are computed from the median.
 
@@ -81,18 +81,16 @@ def default_sizes(machine: Hardware) -> list[int]:
 def _complete(
     found: JsonObject, world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
 ) -> JsonObject:
-    """A result of `comm_rank.measure` with bandwidths and conditions."""
+    """A result of `comm_rank.measure` with bandwidths."""
     for name, rows in found["collectives"].items():
         for row in rows:
             row |= bandwidths(name, row["bytes"], row["seconds"]["median"], world_size)
-    before, after = found["states"]
     return {
         "kind": "comm",
         "world_size": world_size,
         "backend": found["backend"],
         "environment": communication_environment(environment),
         "hardware": machine.to_dict(),
-        "conditions": conditions.describe(before, after, machine),
         "collectives": found["collectives"],
     }
 

@@ -15,24 +15,21 @@ from finetune.measure.protocol import summarize
 from finetune.runtime.clock import Clock
 from finetune.runtime.command import DONE, run_guarded
 from finetune.runtime.files import write_json
-from finetune.runtime.machine import hardware
 from finetune.runtime.ranks import distributed, process_group
 from finetune.runtime.types import JsonObject
 
 
 def measure(request: JsonObject) -> JsonObject:
-    """Seconds of each collective at each size, and the state of the GPUs at the start and at the end.
+    """Seconds of each collective at each size.
 
     Every run covers all collectives and sizes once, so that drift of the machine widens the confidence interval.
     """
     cases = [(name, size) for name in request["collectives"] for size in request["sizes"]]
     times: dict[tuple[str, int], list[list[float]]] = {case: [] for case in cases}
-    before = None
     for number in range(request["runs"]):
         for place, (name, size) in enumerate(cases):
             step, _ = prepare(name, size)
             seconds = time_steps(step, warm_up=request["warm_up"], steps=request["steps"])
-            before = before or states()
             times[name, size].append(slowest(seconds))
             if request.get("progress", True):  # to the process that started the ranks
                 progress(number * len(cases) + place + 1, request["runs"] * len(cases))
@@ -42,7 +39,6 @@ def measure(request: JsonObject) -> JsonObject:
     return {
         "backend": dist.get_backend(),
         "collectives": collectives,
-        "states": [before, states()],
     }
 
 
@@ -127,11 +123,6 @@ def time_steps(step: Callable[[], object], *, warm_up: int, steps: int) -> list[
 def slowest(seconds: Sequence[float]) -> list[float]:
     """Each step's time on its slowest rank: a collective is complete when the last rank has its data."""
     return [max(of_ranks) for of_ranks in zip(*distributed.gather_objects(list(seconds)), strict=True)]
-
-
-def states() -> list[JsonObject | None]:
-    """Current clocks, temperature and power of every rank's GPU, in rank order; None for ranks on a CPU."""
-    return distributed.gather_objects(hardware.gpu_state())
 
 
 if __name__ == "__main__":

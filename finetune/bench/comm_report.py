@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.measure import measurements
 from finetune.runtime.command import console, print_line
 from finetune.runtime.machine.hardware import Hardware, survey, topology_line
-from finetune.runtime.machine.nccl import explain_settings, recommend_settings
+from finetune.runtime.machine.nccl import recommend_settings
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted, duration
@@ -29,7 +29,11 @@ def run(options: argparse.Namespace) -> Iterator[JsonObject]:
     for world in world_sizes:  # all are checked before the first starts
         comm.check_world(world, machine)
     print_line(topology_line(machine))
-    print_line(explain_settings(machine, recommend_settings(machine)))
+    for gpu in machine.gpus or ():
+        if gpu.other_processes:
+            print_line(f"warning: GPU {gpu.index} is shared with other processes", style="yellow")
+    for one in recommend_settings(machine):
+        print_line(f"{one.name}={one.value}: {one.reason}")
     runs: list[JsonObject] = []
     for world in world_sizes:
         runs.append(measure(options, world, machine))
@@ -80,5 +84,3 @@ def show(found: JsonObject) -> None:
         cells = [f"{duration(row['seconds']['median'])}\n{row['busbw_gb_s']:.2f}" for row in rows]
         table.add_row(f"{rows[0]['bytes']:,}", *cells)
     console().print(table)
-    for warning in found["conditions"]["warnings"]:
-        print_line(f"warning: {warning}", style="yellow")

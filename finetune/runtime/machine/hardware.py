@@ -266,7 +266,10 @@ def _gpus_and_links(
                 compute_capability=f"{properties.major}.{properties.minor}",
                 multiprocessors=properties.multi_processor_count,
                 memory_gib=properties.total_memory / 2**30,
-                **_query_all(nvml.GPU, driver, handle, read, f" of GPU {index}"),
+                **{
+                    name: read(f"{name} of GPU {index}", query, driver, handle) if handle is not None else None
+                    for name, query in nvml.GPU.items()
+                },
             )
         )
     # Once per GPU, not per pair: eight GPUs form 28 pairs, and each GPU has dozens of links to query.
@@ -303,31 +306,6 @@ def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
 
     found = read("nccl", nccl.version)
     return None if found is None else ".".join(map(str, found))
-
-
-def _query_all(
-    queries: Mapping[str, nvml.Query], driver: ModuleType | None, handle: object, read: Read, of: str = ""
-) -> JsonObject:
-    """The results of NVML by the names of `Gpu`; all None if NVML does not know the GPU."""
-    known = handle is not None
-    return {name: read(name + of, query, driver, handle) if known else None for name, query in queries.items()}
-
-
-def gpu_state() -> JsonObject | None:
-    """Current state of this rank's GPU: `gpu` (its index), clocks, power and temperature by the names of `Gpu`, and
-    `utilization`, the fraction (0 to 1) of the driver's last sampling period, up to 1 s, in which a kernel ran.
-
-    None without a GPU; values that NVML does not report are None.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    index = torch.cuda.current_device()
-    read = _reader({})
-    driver = read("NVML", nvml.load)
-    handle = read("handle", nvml.handle_of, driver, torch.cuda.get_device_properties(index)) if driver else None
-    return {"gpu": index, **_query_all(nvml.STATE, driver, handle, read)}
 
 
 def topology_line(hardware: Hardware) -> str:

@@ -46,19 +46,3 @@ def recommend_settings(hardware: Hardware) -> tuple[Setting, ...]:
     if links and all(link.peer_access is False for link in links):
         return (NO_PEERS,)
     return ()
-
-
-def explain_settings(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
-    """The reasons for these settings, or for having none, as one line."""
-    links = hardware.links
-    if chosen:
-        return "; ".join(f"{one.name}={one.value}: {one.reason}" for one in chosen)
-    if hardware.device == "cpu":
-        return "no NCCL settings: CPU ranks communicate through gloo"
-    if not links:
-        return "no NCCL settings: " + ("the links are not known" if links is None else "one GPU does not communicate")
-    if any(link.peer_access is None for link in links):
-        return "no NCCL settings: peer access is not known; NCCL detects it"
-    if all(link.peer_access for link in links):
-        return "no NCCL settings: all pairs have peer access over PCIe, which NCCL uses by itself"
-    return "no NCCL settings: only some pairs have peer access; NCCL chooses for each pair"

@@ -28,19 +28,19 @@ def test_by_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(machine(monkeypatch, 4, "SYS", peers=False)) == {"NCCL_P2P_DISABLE": "1"}
     for link in ("PIX", "PXB", "SYS"):
         found = machine(monkeypatch, 4, link)
-        assert chosen(found) == {} and "by itself" in nccl.explain_settings(found, ())
+        assert chosen(found) == {}
     found = machine(monkeypatch, 1, 18)
-    assert chosen(found) == {} and "one GPU" in nccl.explain_settings(found, ())
+    assert chosen(found) == {}
 
 
 def test_what_is_mixed_or_unknown_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = machine(monkeypatch, 3, "SYS", peers={(0, 1): True, (0, 2): False, (1, 2): False})
-    assert chosen(mixed) == {} and "some pairs" in nccl.explain_settings(mixed, ())
+    assert chosen(mixed) == {}
     assert chosen(machine(monkeypatch, 2, 18, nvml=False)) == {}  # the number of NVLinks is not known
     seen = hardware.probe()
-    assert chosen(seen) == {} and "not known" in nccl.explain_settings(seen, ())
+    assert chosen(seen) == {}
 
 
 def test_without_a_gpu() -> None:
     found = hardware.survey()
-    assert chosen(found) == {} and "gloo" in nccl.explain_settings(found, ())
+    assert chosen(found) == {}
