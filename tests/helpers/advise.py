@@ -58,10 +58,7 @@ def configuration(folder: Path, *extra: str) -> list[str]:
 
 def host(*gpus: Gpu, **kw: Any) -> Hardware:
     links = tuple(
-        Link(gpus=(a.index, b.index), kind="PHB", nvlinks=0, peer_access=False)
-        for a in gpus
-        for b in gpus
-        if a.index < b.index
+        Link(gpus=(a.index, b.index), kind="PHB", peer_access=False) for a in gpus for b in gpus if a.index < b.index
     )
     return Hardware(
         device="cuda" if gpus else "cpu",

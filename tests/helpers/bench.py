@@ -11,9 +11,9 @@ from finetune.runtime.machine import hardware
 from tests.helpers.nvml import Card, install
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how: Any) -> hardware.Hardware:
+def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: str, **how: Any) -> hardware.Hardware:
     pairs = dict.fromkeys(itertools.combinations(range(count), 2), link)
-    install(monkeypatch, how.pop("cards", [Card(hides_switch=True)] * count), pairs, **how)
+    install(monkeypatch, how.pop("cards", [Card()] * count), pairs, **how)
     return hardware.survey()
 
 

@@ -26,7 +26,6 @@ class Card:
     power_limit: int = 700
     temperature: int = 31
     processes: tuple[int, ...] = ()
-    hides_switch: bool = False  # as in a virtual machine: where its NVLinks end is not told
     refuses: tuple[str, ...] = field(default=())  # questions that it answers with an error
 
 
@@ -34,11 +33,11 @@ class Nvml(types.ModuleType):
     """The part of pynvml that this project asks. Handles are places in the list of cards."""
 
     NVMLError = type("NVMLError", (Exception,), {})
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = 2, 0, 36
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, cards: Sequence[Card], links: dict[tuple[int, int], int | str]) -> None:
-        """links: of each pair, a number of NVLinks or a PCI level."""
+    def __init__(self, cards: Sequence[Card], links: dict[tuple[int, int], str]) -> None:
+        """links: of each pair, NVLink or a PCI level."""
         super().__init__("pynvml")
         self.cards, self.links = cards, links
 
@@ -95,43 +94,22 @@ class Nvml(types.ModuleType):
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         return types.SimpleNamespace(gpu=87)
 
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(busId=f"bus {handle}")
-
-    def _between(self, one: int, other: int) -> int | str:
+    def _between(self, one: int, other: int) -> str:
         return self.links[min(one, other), max(one, other)]
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
-        if isinstance(self._between(one, other), str):
+        if self._between(one, other) != "NVLink":
             raise self.NVMLError("not supported")
         return self.NVML_P2P_STATUS_OK
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
-        return LEVELS[str(self._between(one, other))]
-
-    def _ends(self, handle: int) -> list[int]:
-        """Where each of a card's NVLinks ends."""
-        ends = []
-        for pair, count in self.links.items():
-            if handle in pair and isinstance(count, int):
-                ends += [sum(pair) - handle] * count
-        return ends
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= 18:
-            raise self.NVMLError("invalid argument")
-        return int(link < len(self._ends(handle)))
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        if self.cards[handle].hides_switch:
-            raise self.NVMLError("not supported")
-        return types.SimpleNamespace(busId=f"bus {self._ends(handle)[link]}")
+        return LEVELS[self._between(one, other)]
 
 
 def install(
     monkeypatch: pytest.MonkeyPatch,
     cards: Sequence[Card],
-    links: dict[tuple[int, int], int | str] | None = None,
+    links: dict[tuple[int, int], str] | None = None,
     *,
     peers: bool | dict[tuple[int, int], bool] = True,
     nvml: bool = True,

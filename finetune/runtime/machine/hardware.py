@@ -65,8 +65,7 @@ class Link:
     """The connection between two GPUs."""
 
     gpus: tuple[int, int]  # torch's indices, the smaller first
-    kind: str | None  # "NV18" = 18 NVLinks; else the PCI level: PIX, PXB, PHB, NODE or SYS
-    nvlinks: int | None  # 0 if they are connected through PCI only
+    kind: str | None  # NVLink, or the PCI level: PIX, PXB, PHB, NODE or SYS
     peer_access: bool | None  # whether one can read the other's memory
 
 
@@ -272,27 +271,19 @@ def _gpus_and_links(
                 },
             )
         )
-    # Once per GPU, not per pair: eight GPUs form 28 pairs, and each GPU has dozens of links to query.
-    ends = [read(f"NVLinks of GPU {index}", nvml.nvlink_ends, driver, handle) for index, handle in enumerate(handles)]
     pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
-    links = [_link(driver, handles, ends, *pair, read) for pair in pairs]
+    links = [_link(driver, handles, *pair, read) for pair in pairs]
     return tuple(gpus), tuple(links), known[0] if known else None
 
 
-def _link(
-    driver: ModuleType | None, handles: list[object], ends: list[list[object] | None], one: int, other: int, read: Read
-) -> Link:
+def _link(driver: ModuleType | None, handles: list[object], one: int, other: int, read: Read) -> Link:
     import torch
 
     name = f"link of GPUs {one} and {other}"
-    kind = read(name, nvml.link_between, driver, handles[one], handles[other], ends[one], ends[other])
-    nvlinks = int(kind.removeprefix("NV")) if kind and kind.startswith("NV") else None if kind is None else 0
-    peer = read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other)
     return Link(
         gpus=(one, other),
-        kind=kind,
-        nvlinks=nvlinks,
-        peer_access=peer,
+        kind=read(name, nvml.link_between, driver, handles[one], handles[other]),
+        peer_access=read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other),
     )
 
 
@@ -309,7 +300,7 @@ def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
 
 
 def topology_line(hardware: Hardware) -> str:
-    """The machine in one line, such as `8 x NVIDIA H200, NV18 between all pairs, peer access`."""
+    """The machine in one line, such as `8 x NVIDIA H200, NVLink between all pairs, peer access`."""
     gpus, links = hardware.gpus, hardware.links or ()
     if hardware.device == "cpu" or gpus == ():
         why = hardware.unknown.get("devices")

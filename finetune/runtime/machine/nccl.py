@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.runtime.machine.hardware import Hardware
+from finetune.runtime.machine.nvml import NVLINK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def recommend_settings(hardware: Hardware) -> tuple[Setting, ...]:
         hardware: from `survey()`. Unknown links lead to no setting.
     """
     links = hardware.links or ()
-    if links and all(link.nvlinks for link in links):
+    if links and all(link.kind == NVLINK for link in links):
         return (NO_MULTICAST,)
     if links and all(link.peer_access is False for link in links):
         return (NO_PEERS,)

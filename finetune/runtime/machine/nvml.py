@@ -14,6 +14,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+NVLINK = "NVLink"
 # PCI topology levels by NVML's number, named as in `nvidia-smi topo -m`.
 PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 Query = Callable[[ModuleType, Any], Any]  # of NVML and the handle of a GPU
@@ -71,19 +72,12 @@ def _processes(nvml: ModuleType, gpu: object) -> list[int]:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def link_between(
-    nvml: ModuleType | None,
-    one: object,
-    other: object,
-    ends_of_one: list[object] | None,
-    ends_of_other: list[object] | None,
-) -> str:
-    """The connection of two GPUs as `nvidia-smi topo -m` prints it: NV and the number of NVLinks, or the PCI level.
+def link_between(nvml: ModuleType | None, one: object, other: object) -> str:
+    """The connection of two GPUs: NVLINK, or the PCI level as `nvidia-smi topo -m` prints it.
 
     Args:
         nvml: the initialized pynvml module.
         one, other: NVML handles; None for a GPU that NVML does not know.
-        ends_of_one, ends_of_other: `nvlink_ends` of each; None if unknown.
 
     Raises:
         RuntimeError: one of them is None.
@@ -95,32 +89,9 @@ def link_between(
     except nvml.NVMLError:  # cards without NVLink reject the query
         linked = False
     if linked:
-        return f"NV{min(_links_to(nvml, ends_of_one or [], other), _links_to(nvml, ends_of_other or [], one))}"
+        return NVLINK
     level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
     return PCI_LEVELS.get(level, f"NVML level {level}")
-
-
-def nvlink_ends(nvml: ModuleType | None, handle: object) -> list[object]:
-    """The remote end of each active NVLink of a GPU: the PCI address of a GPU or switch; None if unknown."""
-    found: list[object] = []
-    if nvml is None or handle is None:
-        return found
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-        except nvml.NVMLError:  # this card has fewer links
-            continue
-        try:
-            found.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-        except nvml.NVMLError:  # virtual machines hide the switch
-            found.append(None)
-    return found
-
-
-def _links_to(nvml: ModuleType, ends: list[object], to: object) -> int:
-    """Number of NVLinks that lead to a GPU: those that end there, or all if they end in a switch."""
-    return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
 
 
 # --- sampled during a run ---------------------------------------------------------------------------------------------

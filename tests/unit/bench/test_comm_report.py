@@ -26,7 +26,7 @@ def test_collectives_that_were_measured_stay_when_the_next_fail(
         kept = {"kind": "comm", "world_size": world, "backend": "nccl"}
         return kept | {"collectives": {"all_reduce": [row]}, "environment": {}}
 
-    found = machine(monkeypatch, 4, 18)
+    found = machine(monkeypatch, 4, "NVLink")
     monkeypatch.setattr(comm_report, "survey", lambda: found)
     monkeypatch.setattr(comm, "measure", measure)
     report = tmp_path / "x.json"

@@ -12,7 +12,7 @@ from tests.helpers.bench import machine
 
 
 def test_world_sizes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = machine(monkeypatch, 2, 18)
+    two = machine(monkeypatch, 2, "NVLink")
     comm.check_world(2, two)
     with pytest.raises(UserError, match="the number of visible GPUs is 2"):
         comm.check_world(4, two)

@@ -70,12 +70,12 @@ def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.Monk
 
 @pytest.mark.process
 def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
-    pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
-    line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
+    pairs = [{"gpus": [a, b], "kind": "NVLink", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
+    line = "8 x NVIDIA H200, NVLink between all pairs, peer access"
     found = two_gpus | {"devices": gpus(8), "topology": pairs, "topology_line": line}
     text = report.plain_text(found)
     assert f"  machine       {line}\n" in text
-    assert "  all 28 pairs  NV18, peer access\n" in text
+    assert "  all 28 pairs  NVLink, peer access\n" in text
     assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
     pairs[3] |= {"kind": None, "peer_access": False}
     assert "  GPUs 0 and 4  unknown link, no peer access\n" in report.plain_text(found)

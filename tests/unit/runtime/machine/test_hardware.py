@@ -17,7 +17,7 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import hardware, nvml
 from tests.helpers.nvml import Card, install
 
-EIGHT: dict[tuple[int, int], int | str] = dict.fromkeys(itertools.combinations(range(8), 2), 18)
+EIGHT: dict[tuple[int, int], str] = dict.fromkeys(itertools.combinations(range(8), 2), "NVLink")
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, units: dict, asked: 
 
 
 def test_eight_gpus_on_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [Card(hides_switch=True) for _ in range(8)]
+    cards = [Card() for _ in range(8)]
     install(monkeypatch, cards, dict(EIGHT))
     found = hardware.survey()
-    assert hardware.topology_line(found) == "8 x NVIDIA H200, NV18 between all pairs, peer access"
+    assert hardware.topology_line(found) == "8 x NVIDIA H200, NVLink between all pairs, peer access"
     assert found.links is not None and len(found.links) == 28 and found.gpus is not None
-    assert found.links[0].nvlinks == 18
+    assert found.links[0].kind == "NVLink"
     assert found.identical is True
     first = found.gpus[0]
     assert (first.sm_clock_mhz, first.sm_clock_max_mhz, first.power_w, first.power_limit_w) == (345, 1980, 76.5, 700.0)
@@ -64,16 +64,16 @@ def test_two_cards_behind_a_host_bridge(monkeypatch: pytest.MonkeyPatch) -> None
     line = "2 x NVIDIA GeForce RTX 4070 Ti SUPER, PHB between them, no peer access"
     assert hardware.topology_line(found) == line
     assert found.links is not None
-    assert (found.links[0].nvlinks, found.links[0].peer_access) == (0, False)
+    assert (found.links[0].kind, found.links[0].peer_access) == ("PHB", False)
     assert found.peak_bf16_tflops is None and "no data sheet figure" in found.peak_reason
 
 
 @pytest.mark.parametrize(
     ("links", "one", "other", "kind"),
     [
-        ({(0, 1): 4, (0, 2): 12, (1, 2): 12}, 0, 1, "NV4"),  # straight to each other
+        ({(0, 1): "NVLink", (0, 2): "SYS", (1, 2): "SYS"}, 0, 1, "NVLink"),
         ({(0, 1): "PIX", (0, 2): "PXB", (1, 2): "NODE"}, 0, 2, "PXB"),
-        ({(0, 1): 2, (0, 2): "SYS", (1, 2): "SYS"}, 1, 2, "SYS"),
+        ({(0, 1): "NVLink", (0, 2): "SYS", (1, 2): "SYS"}, 1, 2, "SYS"),
     ],
 )
 def test_links_have_the_names_of_nvidia_smi(
@@ -81,18 +81,17 @@ def test_links_have_the_names_of_nvidia_smi(
 ) -> None:
     install(monkeypatch, [Card(), Card(), Card()], links)
     driver = sys.modules["pynvml"]
-    ends = [nvml.nvlink_ends(driver, gpu) for gpu in range(3)]
     for first, second in ((one, other), (other, one)):
-        assert nvml.link_between(driver, first, second, ends[first], ends[second]) == kind
+        assert nvml.link_between(driver, first, second) == kind
     with pytest.raises(RuntimeError, match="does not know both"):
-        nvml.link_between(driver, None, 1, [], [])
+        nvml.link_between(driver, None, 1)
 
 
 def test_mixed_links(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = {(0, 1): True, (0, 2): False, (1, 2): False}
-    install(monkeypatch, [Card(), Card(), Card()], {(0, 1): 4}, peers=peers)
+    install(monkeypatch, [Card(), Card(), Card()], {(0, 1): "NVLink"}, peers=peers)
     assert hardware.topology_line(hardware.survey()) == (
-        "3 x NVIDIA H200, NV4 or SYS between pairs, peer access in 1 of 3 pairs"
+        "3 x NVIDIA H200, NVLink or SYS between pairs, peer access in 1 of 3 pairs"
     )
 
 
@@ -127,12 +126,12 @@ def test_visible_devices_are_found_by_their_names_and_not_by_their_places(monkey
 
 def test_one_question_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = ("nvmlDeviceGetTemperature", "nvmlDeviceGetEnforcedPowerLimit")
-    install(monkeypatch, [Card(refuses=refuses), Card()], {(0, 1): 4})
+    install(monkeypatch, [Card(refuses=refuses), Card()], {(0, 1): "NVLink"})
     found = hardware.survey()
     assert found.gpus is not None and found.links is not None
     assert found.gpus[0].temperature_c is None and found.gpus[0].sm_clock_mhz == 345
     assert found.gpus[1].temperature_c == 31
-    assert found.links[0].kind == "NV4"
+    assert found.links[0].kind == "NVLink"
     assert set(found.unknown) - {"nccl"} == {"temperature_c of GPU 0", "power_limit_w of GPU 0"}
     assert "not supported" in found.unknown["temperature_c of GPU 0"]
 
@@ -142,7 +141,7 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     found = hardware.survey()
     assert found.gpus is not None and found.links is not None
     assert found.gpus[0].name == "NVIDIA H200" and found.gpus[0].temperature_c is None
-    assert (found.links[0].kind, found.links[0].nvlinks, found.links[0].peer_access) == (None, None, True)
+    assert (found.links[0].kind, found.links[0].peer_access) == (None, True)
     assert found.identical is True
     assert {"NVML", "driver", "link of GPUs 0 and 1"} <= set(found.unknown)
     assert hardware.topology_line(found) == "2 x NVIDIA H200, unknown link between them, peer access"

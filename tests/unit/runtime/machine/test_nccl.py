@@ -10,9 +10,9 @@ from finetune.runtime.machine import hardware, nccl
 from tests.helpers.nvml import Card, install
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: int | str, **how: object) -> hardware.Hardware:
+def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: str, **how: object) -> hardware.Hardware:
     pairs = dict.fromkeys(itertools.combinations(range(count), 2), link)
-    install(monkeypatch, [Card(hides_switch=True)] * count, pairs, **how)  # type: ignore[arg-type]
+    install(monkeypatch, [Card()] * count, pairs, **how)
     return hardware.survey()
 
 
@@ -23,20 +23,20 @@ def chosen(found: hardware.Hardware) -> dict[str, str]:
 
 
 def test_by_topology(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(machine(monkeypatch, 8, 18)) == {"NCCL_NVLS_ENABLE": "0"}
+    assert chosen(machine(monkeypatch, 8, "NVLink")) == {"NCCL_NVLS_ENABLE": "0"}
     assert chosen(machine(monkeypatch, 2, "PHB", peers=False)) == {"NCCL_P2P_DISABLE": "1"}
     assert chosen(machine(monkeypatch, 4, "SYS", peers=False)) == {"NCCL_P2P_DISABLE": "1"}
     for link in ("PIX", "PXB", "SYS"):
         found = machine(monkeypatch, 4, link)
         assert chosen(found) == {}
-    found = machine(monkeypatch, 1, 18)
+    found = machine(monkeypatch, 1, "NVLink")
     assert chosen(found) == {}
 
 
 def test_what_is_mixed_or_unknown_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = machine(monkeypatch, 3, "SYS", peers={(0, 1): True, (0, 2): False, (1, 2): False})
     assert chosen(mixed) == {}
-    assert chosen(machine(monkeypatch, 2, 18, nvml=False)) == {}  # the number of NVLinks is not known
+    assert chosen(machine(monkeypatch, 2, "NVLink", nvml=False)) == {}  # the links are not known
     seen = hardware.probe()
     assert chosen(seen) == {}
 
