@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
     given_config, config = config, replace(config, training=with_fixed_batch(config.training, launched, config.data))
     base = bench.try_out(())
     if base.measured is None:
-        return does_not_fit(config, options, bench, base, machine)
+        return does_not_fit(options, bench, base, machine)
     advice = advise_configuration(config, options, machine, bench, base, given)
     write(given_config, options, machine, advice)
     return DONE
@@ -109,7 +109,7 @@ def advise_script(script: list[str], options: argparse.Namespace) -> int:
     training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
     config = replace(config, training=training)
     if base.measured is None:
-        return does_not_fit(config, options, bench, base, machine)
+        return does_not_fit(options, bench, base, machine)
     advice = advise_configuration(config, options, machine, bench, base, given)
     write(None, options, machine, advice)
     return DONE
@@ -208,11 +208,8 @@ def write(config: Config | None, options: argparse.Namespace, machine: Hardware,
         write_json(options.json, advice)
 
 
-def does_not_fit(
-    config: Config, options: argparse.Namespace, bench: DryRunner, base: DryRunResult, machine: Hardware
-) -> int:
-    """Report what would hold a job that fills the device, as far as its dry run or its sizes say. There is no launch
-    line."""
+def does_not_fit(options: argparse.Namespace, bench: DryRunner, base: DryRunResult, machine: Hardware) -> int:
+    """Report what would hold a job that fills the device, as far as its dry run says. There is no launch line."""
     from finetune.measure.dry_run_report import print_longest_rows
 
     print_line(f"NO: {base.reason}", style="red")
@@ -225,39 +222,10 @@ def does_not_fit(
         flags = " ".join(content["fits_with"])
         print_line(f"A pass on its longest rows fits with {flags}. Run advise again with these settings.")
     elif base.full and machine.device == "cuda":
-        text, content["shard"] = sharding_advice(config, machine)
+        text = "`finetune dryrun` with --training.strategy shard predicts what 2, 4 and 8 that share it need."
         if bench.script:
             text = "A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
         print_line(f"With DDP more GPUs do not help: each holds the whole model. {text}")
     if options.json:
         write_json(options.json, content)
     return FAILED
-
-
-def sharding_advice(config: Config, machine: Hardware) -> tuple[str, JsonObject | None]:
-    """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
-    from finetune.engine.optimizer import master_weights
-    from finetune.engine.preflight import adapter_files
-    from finetune.measure import held
-
-    if (why := held.why_not_sharded(config)) is not None:
-        return f"It cannot be sharded (training.strategy: shard): {why}", None
-    folder = adapter_files.base_folder(config)
-    sizes = held.read_sizes(folder) if folder is not None else None
-    if sizes is None or machine.memory_gib is None:
-        return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
-    config = master_weights.resolve_auto(config, machine.memory_gib, sizes.total)
-    stored, gib, limit = held.storage(config), 2**30, held.limit_of(machine.memory_gib)
-    needed = {ranks: held.bytes_per_gpu(sizes, ranks, stored) / gib for ranks in (2, 4, 8, 16, 32, 64)}
-    world = next((ranks for ranks, each in needed.items() if held.fits(each, limit)), None)
-    if world is None:
-        return "Sharded over 64 GPUs (training.strategy: shard) it does not fit either.", None
-    rows = {str(ranks): needed[ranks] for ranks in (2, 4, 8)}
-    text = (
-        f"With training.strategy: shard it fits on {world}: weights, gradients and optimizer state need "
-        f"{needed[world]:.1f} of {machine.memory_gib:.1f} GiB on each (computed; activations are not included). On "
-        f"{', '.join(rows)} GPUs each needs {', '.join(f'{one:.1f}' for one in rows.values())} GiB. "
-        "`finetune dryrun` with --training.strategy shard measures it."
-    )
-    flags = ["--training.strategy", "shard"]
-    return text, {"world_size": world, "gib_per_gpu": needed[world], "gib_by_world_size": rows, "flags": flags}

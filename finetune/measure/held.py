@@ -17,12 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config import Config
-from finetune.config.rules import sharding
 from finetune.engine.optimizer import state_bytes
 from finetune.runtime import files
 
@@ -249,15 +248,3 @@ def bytes_reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> f
         return 0.0
     part = stored.reduced(stored.outside) / world_size
     return (2 * found.outside - found.root) * stored.outside_gathered + found.root * (4 + part)
-
-
-def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
-    """Memory of a rank without activations, in bytes."""
-    most = max(bytes_reducing_a_layer(found, world_size, stored), bytes_reducing_the_root(found, world_size, stored))
-    return math.ceil(kept_bytes(found, world_size, stored) + most)
-
-
-def why_not_sharded(config: Config) -> str | None:
-    """Why this configuration cannot be sharded; None if it can."""
-    asked = replace(config, training=replace(config.training, strategy="shard"))
-    return next((text for _, text in sharding(asked, config.given)), None)
