@@ -36,7 +36,6 @@ class DryRunResult:
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
     config: JsonObject | None = None  # the resolved configuration, if it is known
     longest_rows: JsonObject | None = None  # each way to keep activations, measured
-    fits_with: tuple[str, ...] = ()  # settings of one with which the longest row fits, of a job that does not fit
 
 
 @dataclass(kw_only=True)
@@ -116,7 +115,6 @@ def parse_report(report: Mapping[str, Any]) -> DryRunResult:
         master_weights=report.get("master_weights") if go else None,
         config=report.get("config"),
         longest_rows=report.get("longest_rows"),
-        fits_with=tuple(report.get("fits_with") or ()),
     )
 
 

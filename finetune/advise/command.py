@@ -217,10 +217,8 @@ def does_not_fit(options: argparse.Namespace, bench: DryRunner, base: DryRunResu
     if base.longest_rows is not None:
         print_longest_rows(base.longest_rows)
         content["longest_rows"] = base.longest_rows
-    if base.fits_with:
-        content["fits_with"] = bench.flags(base.fits_with)
-        flags = " ".join(content["fits_with"])
-        print_line(f"A pass on its longest rows fits with {flags}. Run advise again with these settings.")
+    if base.longest_rows is not None and any(one["fits"] for one in base.longest_rows["modes"]):
+        print_line("Run advise again with one of these settings.")
     elif base.full and machine.device == "cuda":
         text = "`finetune dryrun` with --training.strategy shard predicts what 2, 4 and 8 that share it need."
         if bench.script:

@@ -169,10 +169,6 @@ class Mode:
         lines = [f"{key}: {value}" for key, value in self.settings().items()]
         return " and ".join(lines if self.tiled_mlp else lines[:1])
 
-    def flags(self) -> list[str]:
-        """The settings as arguments of the command line."""
-        return [word for key, value in self.settings().items() for word in (f"--{key}", value)]
-
     def set_in(self, config: Config) -> Config:
         """The configuration with these settings."""
         training = replace(config.training, gradient_checkpointing=self.gradient_checkpointing)  # type: ignore

@@ -67,7 +67,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
                     trainer.evaluate()
     except DoesNotFit as error:
         facts = {"out_of_memory": True, "state_fits": True, "longest_rows": modes.to_dict()}
-        return TrialResult(go=False, reason=str(error), measured=facts | {"fits_with": modes.fits_with()})
+        return TrialResult(go=False, reason=str(error), measured=facts)
     except RunError as error:
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
@@ -82,7 +82,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
         if trial.memory.limit_bytes is not None and not sizes.get("flag"):
             reason = f"{full} {modes.remedy()}"
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
-        facts |= {"longest_rows": modes.to_dict(), "fits_with": modes.fits_with()}
+        facts["longest_rows"] = modes.to_dict()
         return TrialResult(go=False, reason=reason, measured=facts)
     if (own := modes.of(modes.choice.value)) is not None:
         modes.note_proof(own, measured.peak_memory_bytes)

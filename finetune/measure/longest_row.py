@@ -273,18 +273,14 @@ def _need(one: Measured, wanted: Rows, limit: float) -> str:
     return f"{counted(wanted.most, 'token')} in {gib:.1f} GiB of {limit / held.MEMORY_MARGIN / 2**30:.1f}"
 
 
-def refusal(found: Sequence[Measured], wanted: Rows, limit: float, *, proven: bool = False) -> str:
-    """Why the largest micro-batch does not fit, and the settings that hold it.
-
-    Args:
-        proven: whether a pass has shown that the fastest of `found` holds it.
-    """
+def refusal(found: Sequence[Measured], wanted: Rows, limit: float) -> str:
+    """Why the largest micro-batch does not fit, and the settings that are predicted to hold it."""
     frugal = activations.most_frugal(found, limit)
     longest = 0 if frugal is None else frugal.longest(limit) or 0
     where = "this GPU" if wanted.shared_by == 1 else f"{wanted.shared_by} GPUs that share it"
     text = f"A micro-batch of {counted(wanted.most, 'token')} does not fit {where}"
     if (settings := activations.remedy(found, wanted, limit)) is not None:
-        return f"{text}. It {'fits' if proven else 'is predicted to fit'} with {settings}."
+        return f"{text}. It is predicted to fit with {settings}."
     if frugal is None or not longest:
         return f"{text}, however its activations are kept. Lower data.max_length."
     return f"{text}: at most {longest:,} fit, with {frugal.mode.text}. Lower data.max_length."
@@ -413,28 +409,11 @@ class TrialModes:
         )
 
     def remedy(self) -> str:
-        """Why the longest micro-batch does not fit, and the settings that hold it, proven by a pass on it."""
+        """Why the longest micro-batch does not fit, and the settings that are predicted to hold it."""
         trial, limit = self.trial, self.trial.memory.limit_bytes
         assert limit is not None
         self._measure(ladder(trial.job))
-        left = list(self.found)
-        while (chosen := activations.fastest(left, self.rows, limit)) is not None and not self._prove(chosen):
-            left.remove(chosen)
-        return refusal(left, self.rows, limit, proven=chosen is not None)
-
-    def _prove(self, one: Measured) -> bool:
-        """Whether a pass on the longest micro-batch stays below the limit."""
-        trial, limit = self.trial, self.trial.memory.limit_bytes
-        assert limit is not None
-        apply(trial.trainer, one.mode)
-        with console().status(f"a pass on the longest row with {one.mode.text}"):
-            job = trial.job
-            passed = probe.on_longest(trial.trainer, job.layout, job.batch.per_device, trial.memory, passes=1)
-        if passed is None:
-            return False
-        peak = passed.peak_bytes + held.bytes_not_yet_allocated(trial.trainer)
-        self.note_proof(one, peak)
-        return held.fits(peak, limit)
+        return refusal(self.found, self.rows, limit)
 
     def note_proof(self, one: Measured, peak_bytes: float) -> None:
         """Compare the prediction with a real pass on the longest micro-batch."""
@@ -460,10 +439,3 @@ class TrialModes:
             "proof": self.proof,
         }
         return activations.to_dict(found, self.rows, limit) | own
-
-    def fits_with(self) -> list[str] | None:
-        """Arguments with which the longest micro-batch was proven to fit."""
-        limit = self.trial.memory.limit_bytes
-        if self.proof is None or limit is None or self.proof["measured_peak_bytes"] > limit:
-            return None
-        return Mode(**self.proof["mode"]).flags()

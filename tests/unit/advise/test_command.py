@@ -53,17 +53,18 @@ def test_help_needs_no_torch() -> None:
 def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--training.gradient_checkpointing", "offload", "--model.tiled_mlp", "true")
-    bench = FakeBench({"": replace(FULL, fits_with=flags)})
+    mode = {"mode": {"gradient_checkpointing": "offload", "tiled_mlp": True}, "points": [], "fits": True}
+    longest = {"modes": [mode], "rows": {"most": 100}, "limit_gib": 8.0}
+    bench = FakeBench({"": replace(FULL, longest_rows=longest)})
     monkeypatch.setattr(candidates, "DryRunner", lambda **kw: bench)
     monkeypatch.setattr("finetune.runtime.machine.hardware.survey", lambda: host(card(0), card(1)))
     report = tmp_path / "advice.json"
     assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "NO: CUDA ran out of memory" in said and f"fits with {' '.join(flags)}. Run advise again" in said
+    assert "NO: CUDA ran out of memory" in said and "Run advise again with one of these" in said
     assert "accelerate-launch" not in said and bench.asked == [""]  # nothing else is tried
     content = json.loads(report.read_text())
-    assert content["launch"] is None and content["fits_with"] == list(flags)
+    assert content["launch"] is None and content["longest_rows"] == longest
     bench.results.clear()
     assert advise.main(configuration(tmp_path)) == 1
     said = " ".join(capsys.readouterr().out.split())
