@@ -140,7 +140,7 @@ class _Run:
         door, record, job = self.door, self.record, self.job
         output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
         questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
-        pages = dashboard.dashboard_pages(job, record, questions)
+        pages = dashboard.dashboard_pages(job, questions)
         explained = out_of_memory.explain_out_of_memory(lambda: self.job, longest_row.known_remedy)
         with door.trainer(job, self.start, pages) as built, built.logger, explained:
             trainer, logger = built.trainer, built.logger

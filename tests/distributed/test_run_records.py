@@ -56,7 +56,7 @@ def test_charts_have_a_point_for_each_step(run: tuple[Path, dict]) -> None:
     assert [event.value for event in evaluations] == pytest.approx([one["loss"] for one in found["evaluations"]])
     assert evaluations[-1].value == pytest.approx(found["eval_loss_after"])
     assert 0 <= events.Scalars(tag("eval_token_accuracy"))[-1].value <= 1
-    assert {f"{page}/text_summary" for page in ("1 data", "2 run")} <= set(events.Tags()["tensors"])
+    assert "1 data/text_summary" in events.Tags()["tensors"]
 
 
 def test_two_ranks_count_the_tokens_of_experts_as_one(tiny_data: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def get(address: str, route: str, **parameters: str) -> Any:
 def test_tensorboard_has_data_for_every_panel(address: str) -> None:
     """Over its own routes, which its pages use as well."""
     plugins = get(address, "plugins_listing")
-    for name in ("scalars", "custom_scalars", "text", "hparams", "histograms", "finetune"):
+    for name in ("scalars", "custom_scalars", "text", "histograms", "finetune"):
         assert plugins[name]["enabled"], name
     assert plugins["finetune"]["tab_name"] == "Review"
     (name,) = get(address, "runs")
@@ -153,7 +153,7 @@ def test_tensorboard_has_data_for_every_panel(address: str) -> None:
     only_on_gpus = {"fullest GPU [0-1]", *(chart for chart in tensorboard_pages.layout()["5 GPUs"])}
     assert set(empty) == only_on_gpus
     texts = get(address, "plugin/text/tags")[name]
-    assert {"1 data/text_summary", "2 run/text_summary"} <= set(texts)
+    assert "1 data/text_summary" in texts
     (page,) = get(address, "plugin/text/text", run=name, tag="1 data/text_summary")
     assert "<table>" in page["text"] and "rows read" in page["text"]
 

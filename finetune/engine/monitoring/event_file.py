@@ -48,10 +48,6 @@ class EventFile:
         """As SummaryWriter.add_custom_scalars."""
         self._write("add_custom_scalars", layout)
 
-    def add_summary(self, summary: object, step: int) -> None:
-        """A Summary message of TensorBoard."""
-        self._write("add_summary", summary, step)
-
     def close(self) -> None:
         """Write what is pending and close the file."""
         if self._writer is not None:
@@ -66,8 +62,7 @@ class EventFile:
             if self._writer is None:
                 _quiet_event_thread()
                 self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
-            target = self._writer.file_writer if method == "add_summary" else self._writer
-            getattr(target, method)(*arguments)
+            getattr(self._writer, method)(*arguments)
 
     @contextlib.contextmanager
     def _dropping(self) -> Iterator[None]:

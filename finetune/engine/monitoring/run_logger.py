@@ -44,7 +44,6 @@ class Dashboard:
     """What the logger cannot know by itself."""
 
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
-    hyperparameters: JsonObject = field(default_factory=dict)  # columns of the HPARAMS table
     # A sentence if a run with these losses of all steps, and these evaluations, diverges.
     divergence: Callable[[list[float], list[JsonObject]], str | None] | None = None
     samples: Callable[[], SampleResult] | None = None  # answers of the current model; called on every rank
@@ -149,8 +148,6 @@ class RunLogger(TrainerCallback):
             events.add_custom_scalars(tensorboard_pages.layout())
             for name, text in self.dashboard.texts.items():
                 events.add_text(name, text, state.global_step)
-            for summary in tensorboard_pages.hyperparameters(self.dashboard.hyperparameters):
-                events.add_summary(summary, state.global_step)
             events.add_histogram(tag("document_length"), self.layout.rows.lengths, state.global_step)
         self.records.start_line(state.global_step, int(args.logging_steps), devices)
         peak_memory.take_window()
@@ -344,8 +341,6 @@ class RunLogger(TrainerCallback):
         if self._monitor is not None:
             self._monitor.close()
         if self.records.events:
-            if self.first_step_at is not None and kind is None:
-                self.records.events.add_summary(tensorboard_pages.session_end(), 0)
             self.records.events.close()
         for tracker in self.trackers:
             tracker.end()

@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside the curves: the order of the charts, text pages, hyperparameters."""
+"""What TensorBoard shows beside the curves: the order of the charts, and text pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from finetune.runtime.tags import BY_NAME, PHASES, tag
 from finetune.runtime.types import JsonObject
 
 LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
-# Values of the HPARAMS table: metrics that every finished run has.
-HPARAM_METRICS = ("eval_loss", "tokens_per_gpu", "mfu", "fullest", "hours")
 
 
 def layout() -> dict[str, dict[str, list[object]]]:
@@ -92,42 +90,6 @@ def data_page(ledgers: dict[str, JsonObject], layouts: dict[str, JsonObject], *,
     return page
 
 
-def facts_page(facts: JsonObject) -> str:
-    """Facts of the run as a two-column table; nested ones are joined with dots."""
-    return table(["", "value"], flatten(facts))
-
-
-def flatten(tree: object, prefix: str = "") -> list[tuple[str, object]]:
-    """(dotted name, value) of a tree of dicts; lists stay values."""
-    if isinstance(tree, dict):
-        return [
-            pair for key, value in tree.items() for pair in flatten(value, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    return [(prefix, tree)]
-
-
 def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
     """(prompt, the model's answer, reference) of each sample, below their scores in words."""
     return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
-
-
-def hyperparameters(values: JsonObject) -> tuple[object, object]:
-    """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)"""
-    from torch.utils.tensorboard.summary import hparams
-
-    known = {
-        name: value
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else str(value).encode(errors="backslashreplace").decode()  # the name of a file may be no text
-        for name, value in values.items()
-        if value is not None
-    }
-    experiment, begin, _ = hparams(known, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
-    return experiment, begin
-
-
-def session_end() -> object:
-    """The summary that marks the run's row in HPARAMS as a success."""
-    from torch.utils.tensorboard.summary import hparams
-
-    return hparams({}, {})[2]

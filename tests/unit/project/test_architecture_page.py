@@ -62,7 +62,7 @@ def test_each_floor_of_the_table_is_a_floor() -> None:
 # Names in docstrings that no code of this package has: of other libraries, of files of weights, and examples.
 ELSEWHERE = set(
     """
-    OffloadActivations _root_post_backward_final_callback _torch_varlen_beats_segments add_hparams
+    OffloadActivations _root_post_backward_final_callback _torch_varlen_beats_segments
     compute_bucket_assignment_by_size entropy fix_4bit_weight_quant_state_from_module no_sync
     num_floating_point_operations posix_fadvise streamer use_experts_implementation
     Trainer.compute_loss Dataset.map experts.gate_up_proj mlp.experts.gate_up_proj shared_experts.up_proj

@@ -81,16 +81,3 @@ def test_the_data_page_counts_what_was_lost() -> None:
         assert shown in page
     assert "also training rows |  | 3 |" in page
     assert "secret row" not in tensorboard_pages.data_page(both, layouts, include_rows=False)
-
-
-def test_a_run_in_hparams() -> None:
-    from tensorboard.plugins.hparams import metadata
-
-    given = {"learning rate": 1e-3, "GPU": "x", "data.max_length": 8, "lora": None, "a": True}
-    experiment, begin = tensorboard_pages.hyperparameters(given)
-    columns = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content).hparam_infos
-    values = metadata.parse_session_start_info_plugin_data(begin.value[0].metadata.plugin_data.content).hparams
-    assert values.keys() == {column.name for column in columns} == given.keys() - {"lora"}
-    assert values["data.max_length"].number_value == 8 and values["a"].string_value == "True"
-    end = tensorboard_pages.session_end().value[0].metadata.plugin_data.content
-    assert metadata.parse_session_end_info_plugin_data(end).status == 1  # STATUS_SUCCESS
