@@ -27,7 +27,7 @@ def arguments(model: Path, data: Path, *extra: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.campaign)])
 def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     tiny.make_rows(tmp_path / "train.jsonl", 60)
     before = sorted(tmp_path.iterdir())

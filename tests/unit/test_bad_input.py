@@ -142,6 +142,7 @@ def test_model_that_is_nowhere(folder: Path) -> None:
     assert "no-such-org/no-such-model" in words and "HF_HUB_OFFLINE is set" in words
 
 
+@pytest.mark.campaign
 def test_unsloth_where_it_cannot_run(folder: Path, tiny_model: Path) -> None:
     """Asked for, it is refused; under auto it gives way, and compressed data is read. A process that has not imported
     what Unsloth changes."""

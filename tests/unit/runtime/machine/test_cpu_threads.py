@@ -84,19 +84,18 @@ def test_the_policy_is_set_before_a_command_runs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.campaign), "accelerate"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", ["python", "accelerate"])
 def test_launchers_and_the_dry_run_use_the_same_number(tiny_model: Path, tmp_path: Path, how: str) -> None:
     tiny.make_rows(tmp_path / "rows.jsonl", 20)
     report = tmp_path / "threads"
-    start = "bootstrap.start('transformers')" if how == "python" else "cpu_threads.set_threads('cpu')"
     script = tmp_path / "own.py"
     script.write_text(
         "import sys\n"
         "from finetune.runtime import bootstrap, command\n"
-        "from finetune.runtime.machine import cpu_threads\n"
         "def run():\n"
         "    import os, torch\n"
-        f"    {start}\n"
+        "    bootstrap.start('transformers')\n"
         f"    open({str(report)!r}, 'w').write(f'{{torch.get_num_threads()}} {{os.environ[\"OMP_WAIT_POLICY\"]}}')\n"
         "    return 0\n"
         "sys.exit(command.run_guarded(run))\n"
