@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.engine.kernels.fused_lora import active_adapter
+from finetune.engine.kernels import fp8, fused_lora
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.sharding import shard
 from finetune.runtime.types import JsonObject, Model
@@ -18,7 +18,7 @@ from finetune.runtime.types import JsonObject, Model
 SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 # Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
-APART = 0.25  # share of the norm in 16 bits: deep models round to a few percent, and wrong positions change nearly all
+APART, APART_IN_FP8 = 0.25, 0.75  # of the norm: 16 bits round deep models to a few percent, another document is 1.1 off
 DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
@@ -94,10 +94,10 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
     rounding = IN_FLOAT32 / 100 if device.type == "cpu" and dtype == torch.float32 else IN_16_BITS / 5
     if not moved <= max(4 * noise, rounding * largest):
         return Separation(leak=f"a packed document changes the outputs of the next one by {moved / largest:.1e}")
-    if _is_another(alone, outputs[own], dtype):
-        return Separation(leak="a document has other outputs in a pack than alone")
-    if _is_another(alone_gradients, gradients[own], dtype):
-        return Separation(leak="a document has other gradients in a pack than alone")
+    apart = APART_IN_FP8 if any(isinstance(module, fp8.Linear) for module in model.modules()) else APART
+    for what, one, other in (("outputs", alone, outputs), ("gradients", alone_gradients, gradients)):
+        if _is_another(one, other[own], dtype, apart):
+            return Separation(leak=f"a document has other {what} in a pack than alone")
     exact = (
         "bit for bit" if moved == 0 else f"within {moved / largest:.0e} (the kernels' noise is {noise / largest:.0e})"
     )
@@ -165,12 +165,12 @@ def differ(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((one - other).abs().max() > most * one.abs().max())
 
 
-def _is_another(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_another(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, apart: float = APART) -> bool:
     """Whether two results of passes of other shapes differ by more than rounding. 16 bits round each layer's output,
     and some tokens then have other experts: there the whole is compared, not each number."""
     if dtype == torch.float32:
         return differ(one, other, dtype)
-    return bool((one - other).norm() > APART * one.norm())
+    return bool((one - other).norm() > apart * one.norm())
 
 
 def is_fused_head_exact(model: Any) -> bool:
@@ -204,7 +204,7 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
         (layer, name)
         for layer in model.modules()
         if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), torch.nn.Linear)
-        if (name := active_adapter(layer)) is not None
+        if (name := fused_lora.active_adapter(layer)) is not None
     ]
     if not layers or shard.is_sharded(model):
         return None

@@ -16,8 +16,8 @@ from finetune.engine.kernels import fp8, frozen, fused_lora
 from tests.helpers.kernels import ATTENTION, BOTH, model_of, surviving_share, with_adapter
 
 WIDTH, RANK = 256, 8
-# Triton and bitsandbytes start processes to find CUDA.
-GPU = [pytest.mark.gpu, pytest.mark.process]
+# Triton and bitsandbytes start processes to find CUDA, and torchao warns as it is imported.
+GPU = [pytest.mark.gpu, pytest.mark.process, pytest.mark.filterwarnings("default")]
 # Device, tokens, part of the output, and how far the share may be from 1: three standard errors of what rounding leaves
 # to chance. CPUs are slow in bfloat16.
 CASES = [

@@ -122,6 +122,10 @@ def test_rounding_to_16_bits_is_no_leak() -> None:
         assert trial._is_another(one, one * factor, dtype) is found
     assert not trial._is_another(one, torch.cat([another[:1], one[1:]]), torch.bfloat16)
     assert trial._is_another(one, another, torch.bfloat16)
+    # On a GPU FP8's rounding took 8 B of random weights further, and its rows were padded at a 14th of the speed.
+    assert trial._is_another(one, one * 1.5, torch.bfloat16)
+    assert not trial._is_another(one, one * 1.5, torch.bfloat16, trial.APART_IN_FP8)
+    assert trial._is_another(one, another, torch.bfloat16, trial.APART_IN_FP8)
 
 
 def test_a_trial_that_fails_keeps_the_packs_of_unsloths_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
