@@ -300,7 +300,8 @@ ARGUMENTS = (
     ),
     Argument(
         "context_parallel_size", UNSLOTH,
-        kept=(None, 1), reason="this trainer does not read it", script="Use context_parallel of finetune.SFTConfig",
+        kept=(None, 1), reason="this trainer does not read it", remedy="use training.context_parallel",
+        script="Use context_parallel of finetune.SFTConfig",
     ),
 )  # fmt: skip
 
@@ -356,7 +357,7 @@ def former_names(of: str = CONFIG) -> dict[str, str]:
 FIXED = {name: one.fixed for name, one in rows(CONFIG).items() if one.fixed is not UNSET}
 # What a configuration does not set by this name, with why and what to do. Names of our keys are accepted as such.
 _OWN = {name.partition(".")[2] for name in KEYS}
-REFUSED = {name: one.instead for name, one in rows(CONFIG).items() if one.instead and name not in _OWN}
+REFUSED = {n: one.instead for of in (UNSLOTH, CONFIG) for n, one in rows(of).items() if one.instead and n not in _OWN}
 # Names that a configuration accepts under `training:` in addition to its keys, with some of their values or all.
 TAKEN = frozenset(
     name

@@ -349,11 +349,6 @@ def training_data(config: Config, given: frozenset[str]) -> Contradictions:
             ("model.model_name_or_path", *sources),
             "there is no training data for the model. Set data.train_file, data.dataset_name or data.train.",
         )
-    elif data.dataset_config is not None and data.dataset_name is None:
-        yield (
-            ("data.dataset_config", "data.dataset_name"),
-            "dataset_config applies to a Hub dataset. Set data.dataset_name, or remove it.",
-        )
     if data.columns and data.dataset_text_field != "text":
         yield (
             ("data.columns", "data.dataset_text_field"),
@@ -366,10 +361,11 @@ def mixtures(config: Config, given: frozenset[str]) -> Contradictions:
     for name, entries in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for text in entry_errors(entries) if entries is not None else ():
             yield (name,), text
-    if config.data.train is not None:
-        for key, instead in (("data.dataset_config", "config"), ("data.split", "split")):
-            if not _is_default(config, key):
-                yield ("data.train", key), f"{key} does not apply to data.train. Set {instead} in its entry."
+    for key, instead in (("data.dataset_config", "config"), ("data.split", "split")):
+        if not _is_default(config, key) and config.data.train is not None:
+            yield ("data.train", key), f"{key} does not apply to data.train. Set {instead} in its entry."
+        elif not _is_default(config, key) and config.data.dataset_name is None:
+            yield (key, "data.dataset_name"), f"{key} applies to a Hub dataset. Set data.dataset_name, or remove it."
 
 
 def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:

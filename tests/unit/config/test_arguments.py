@@ -27,6 +27,8 @@ from tests.helpers.config import problem
         ("report_to", "all", "must name each service"),
         ("trackio_space_id", "x", "trackio sync"),
         ("push_to_hub", "true", "finetune export RUN --to adapter"),
+        ("embedding_learning_rate", "1e-5", "all weights are trained with one learning rate"),
+        ("context_parallel_size", "2", "use training.context_parallel"),
         ("hub_model_id", "me/model", "hf upload USER/NAME DIR"),
         ("deepspeed", "ds.json", "training.strategy: shard"),
         ("fsdp", "full_shard", "training.strategy: shard"),

@@ -32,6 +32,7 @@ REENTRANT = "{use_reentrant: true}"
         (["--demo", "--data.train_file", "t.jsonl"], "--demo brings its own model and data"),
         (["--demo", "--model.model_name_or_path", "a/b"], "--demo brings its own model and data"),
         ([*MODEL, "--data.dataset_config", "main"], "Set data.dataset_name"),
+        ([*MODEL, "--data.split", "train[:20]"], "data.split applies to a Hub dataset. Set data.dataset_name"),
         ([*MODEL, "--training.max_steps", "5", "--training.num_train_epochs", "1"], "length of the run"),
         ([*MODEL, "--data.pack_length", "4096"], "packing: true"),
         ([*MODEL, "--data.packing", "--data.pack_length", "512"], "below max_length 2048"),
