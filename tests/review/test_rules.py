@@ -535,6 +535,9 @@ def test_the_verdict_has_two_halves_with_two_numbers_and_a_confidence() -> None:
         ({"loss": [5.8] * 5, "series": {"eval_loss": ([5], [5.8144])},  # resumed, with held-out rows added
           "record": {"eval_loss_before": 5.8182, "eval_loss_after": 5.8144}}, "unknown",
          "held-out loss 5.818 -> 5.814; 5 logged losses, too few to judge (at least 15)."),
+        ({"loss": [1.4], "series": {"eval_loss": ([0], [1.513])},  # most of its events are lost
+          "record": {"steps": 16, "eval_loss_before": 1.513, "eval_loss_after": 9.002}}, "warning",
+         "The run made the model worse: held-out loss 1.513 before training, 9.002 after training."),
         ({"series": evaluation(2.0)}, "good", "training loss 2.371 -> 1.003; no second held-out loss to check it on."),
         ({"series": trained(3.0, 3.01)}, "unknown", "held-out loss 3 -> 3.01; it did not fall."),
         ({"record": {"status": "failed", "error": "Out of memory."}}, "warning",

@@ -160,7 +160,7 @@ def held_out(run: Run) -> dict[str, Series]:
     tag = tags.BY_NAME["eval_loss"].tag
     sets = {name.removeprefix(tag).strip(): run.scalars[name] for name in run.scalars if name.startswith(f"{tag} (")}
     if len(only := run.series("eval_loss")):
-        ends = {0: run.number("eval_loss_before"), int(only.steps[-1]): run.number("eval_loss_after")}
+        ends = {0: run.number("eval_loss_before"), run.steps or int(only.steps[-1]): run.number("eval_loss_after")}
         known = {step: loss for step, loss in ends.items() if loss is not None}
         only = events.join(only, events.of([*known], [*known.values()]))
     return {name: one.finite() for name, one in ({"": only} | sets).items() if len(one.finite())}
