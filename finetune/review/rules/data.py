@@ -47,11 +47,11 @@ def rows_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     share, limit, sentence, advice = max(found)
     return Finding(
         rule="rows-lost",
-        headline="Rows of the data are lost",
+        headline="Rows of the data are dropped or cut",
         figures=(f"{percent(share)} of the rows", f"threshold {percent(limit)}"),
         evidence=" ".join(one[2] for one in found),
         advice=advice,
-        gain=f"{percent(share)} more rows",
+        gain=f"{percent(share)} of the rows in full",
         charts=("document_length",),
     )
 
