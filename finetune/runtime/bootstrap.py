@@ -237,6 +237,8 @@ def leave_out_noise() -> None:
     warnings.filterwarnings("ignore", r"The following .*_pattern keys did not match .*gate_up_proj", RuntimeWarning)
     # Unsloth's record of the order of stacked experts, which PEFT takes for that of a newer PEFT.
     warnings.filterwarnings("ignore", r"Unexpected keyword arguments \['lora_B_layout'", UserWarning)
+    # Of the trial of packs, which compiles nothing.
+    warnings.filterwarnings("ignore", "Unsloth: detected a manual forward/backward run before", UserWarning)
 
 
 @functools.cache  # a logger takes the same filter once

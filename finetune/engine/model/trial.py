@@ -130,8 +130,9 @@ def _outputs_and_gradients(
 
 @contextlib.contextmanager
 def _training_without_dropout(model: Model) -> Iterator[None]:
-    """Context in which a model computes as in training, for its kernels depend on it, but without dropout. Random
-    numbers are drawn apart. Every rank enters it."""
+    """Context in which a model computes as in training, for its kernels depend on it, but without dropout, and nothing
+    is compiled: Unsloth drops what was compiled before training. Random numbers are drawn apart. Every rank enters it.
+    """
     modes = {module: module.training for module in model.modules()}
     devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
     model.train()
@@ -139,7 +140,7 @@ def _training_without_dropout(model: Model) -> Iterator[None]:
         if isinstance(module, nn.modules.dropout._DropoutNd) or _drops(module):
             module.training = False
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, mode in modes.items():
