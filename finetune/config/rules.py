@@ -64,7 +64,7 @@ MANAGED_ARGUMENTS = {
         "unsloth_tiled_mlp": "use model.tiled_mlp, which computes the slices with the same kernels as whole MLPs",
         "random_state": "use training.seed, and lora.random_state for the adapter",
         "token use_auth_token": "keep tokens out of configurations: run `hf auth login`, or set the variable HF_TOKEN",
-        "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",
+        "device_map device_map_planner_kwargs max_memory": "use training.strategy: shard to split the model over GPUs",
         "fast_inference gpu_memory_utilization float8_kv_cache disable_log_stats max_lora_rank": (
             "it configures vLLM, which does not run during training"
         ),

@@ -87,7 +87,7 @@ def test_contradiction(argv, about):
 @pytest.mark.parametrize(
     ("name", "argument", "remedy"),
     [
-        ("model.loader_kwargs", "device_map: auto", "its own device"),
+        ("model.loader_kwargs", "device_map: auto", "training.strategy: shard"),
         ("model.loader_kwargs", "max_seq_length: 2048", "data.max_length"),
         ("model.loader_kwargs", "unsloth_tiled_mlp: true", "model.tiled_mlp"),
         ("model.loader_kwargs", "token: hf_secret", "HF_TOKEN"),
