@@ -108,7 +108,7 @@ def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
 
 # Reasons to rewrite more than arguments.
 _REPLACES = re.compile(
-    "secrets come from|^display|model is not tried|packages are installed|the launcher |`tokenizer` is `proc"
+    "secrets come from|account or|^display|model is not tried|packages are installed|the launcher |`tokenizer` is `proc"
 )
 _OF_DEVICES = re.compile(
     r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"

@@ -184,7 +184,7 @@ def check_dataset(rows: object, name: str, *, skips_preparation: bool, assistant
             "the same steps. Load it without `streaming=True`, or write it with `Dataset.from_generator`."
         )
     if not isinstance(rows, datasets.Dataset):
-        raise TypeError(f"`{name}` must be a `Dataset`, got `{type(rows).__name__}`.")
+        raise TypeError(f"`{name}` must be a `Dataset` (`Dataset.from_list(rows)`), got `{type(rows).__name__}`.")
     if rows.format["type"] == "custom" and not skips_preparation:
         raise Refused(
             f"`{name}` uses `Dataset.with_transform()`, whose rows may differ on each reading. Make the transform "

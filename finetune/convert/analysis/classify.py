@@ -285,7 +285,7 @@ _ALSO_TEXT = re.compile(r"AutoModelForImageTextToText|AutoModelForMultimodalLM|\
 _IMAGES = re.compile(r"images?|pixel_values|videos?|PIL|process_vision_info|(?>\w*?(?:Image|Vision)Processor)\w*")
 _TEXT_ONLY = (
     "load the model with Unsloth's FastModel or AutoModelForCausalLM and a tokenizer, and give the trainer no"
-    " data_collator for images"
+    " data_collator for images, no skip_prepare_dataset, and Dataset.from_list(rows) for a list of rows"
 )
 
 

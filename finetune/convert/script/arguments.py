@@ -6,15 +6,14 @@ from __future__ import annotations
 import ast
 import copy
 import math
+import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath, PureWindowsPath
 
 from finetune.config.arguments import CONFIG, TRAINER, former_names, rows
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import sft_fields
 from finetune.convert.analysis.names import Program, calls
 from finetune.convert.notebook.read import Refusal
-from finetune.convert.services import is_hosted
 from finetune.convert.source import expression
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
@@ -51,8 +50,11 @@ class Arguments:
             of = TRAINER if (place, call) in trainers else CONFIG
             call.keywords = [item for item in call.keywords if item.arg is None or self._stays(place, item, of)]
         for place, call in configs:
-            for value in call.args[:1]:
-                self._note_elsewhere(place, value)
+            for value in [*call.args[:1], *(item.value for item in call.keywords if item.arg == "output_dir")]:
+                folder = str(getattr(self._only_value(value) if isinstance(value, ast.Name) else value, "value", ""))
+                if re.match(r"[/~]|\w:\\|(.*/)?\.\.(/|$)", folder):
+                    cell = self.program.statements[place].cell
+                    self.notes.append(f"cell {cell}: output_dir is {folder}, outside of the folder of the script")
         if self.seed is None and any(self.program.dotted(call.func).endswith(CONFIGS[1]) for _, call in configs):
             self.seed = 42  # of TrainingArguments; Unsloth's SFTConfig has another
         for place, call in trainers:
@@ -88,23 +90,9 @@ class Arguments:
             return False
         if name == "report_to":
             self._report_to(place, item)
-        if name == "output_dir":
-            self._note_elsewhere(place, value)
         if name == "seed" and isinstance(value, ast.Constant) and isinstance(value.value, int):
             self.seed = value.value
         return True
-
-    def _note_elsewhere(self, place: int, value: ast.expr) -> None:
-        value = self._only_value(value) or value if isinstance(value, ast.Name) else value
-        folder = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
-        path, service = PurePosixPath(folder), is_hosted(folder)  # which has a note of its own
-        outside = path.is_absolute() or ".." in path.parts or folder.startswith("~")
-        if (outside or PureWindowsPath(folder).is_absolute()) and not service:
-            cell = self.program.statements[place].cell
-            self.notes.append(
-                f"cell {cell}: output_dir is {folder}, outside of the folder that the script is in. Check that it is"
-                " writable, or change it"
-            )
 
     def _report_to(self, place: int, item: ast.keyword) -> None:
         """Trackers that are named stay; metrics go to TensorBoard anyway."""

@@ -402,9 +402,8 @@ def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> 
 
 def _note_dropped(draft: Draft, place: int, why: str) -> None:
     statement = draft.program.statements[place]
-    if why.startswith(("left to you", "saved before", "account", leave_out.GENERATED)) and not is_import(
-        statement.node
-    ):
+    noted = ("left to you", "saved before", "account", leave_out.GENERATED)
+    if why.startswith(noted) and not is_import(statement.node):
         draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
 
 

@@ -30,6 +30,7 @@ from finetune.convert.source import expression
 MAIN_RANK = "PartialState().is_main_process"
 LOCAL_MAIN_RANK = "PartialState().is_local_main_process"
 WAIT = "PartialState().wait_for_everyone()"
+FROM_FINETUNE = "the script imports it from finetune, or has its own"
 
 
 @dataclass(kw_only=True)
@@ -71,8 +72,11 @@ class Rewriter(ast.NodeTransformer):
         """The statement for N ranks. `main_rank`: only the main rank runs it, so saves need no guard."""
         self.reasons, self.notes = [], []
         self.trains = any(self.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
+        self.imports = isinstance(node, ast.ImportFrom)
         self.calls_back = isinstance(node, ast.ClassDef) and "Callback" in " ".join(map(ast.unparse, node.bases))
-        nodes = self._block([copy.deepcopy(node)], main_rank)
+        node = copy.deepcopy(node)
+        self.accounts = self._of_accounts(node) if isinstance(node, DEFINITIONS) else []
+        nodes = self._block([node], main_rank)
         return Rewritten(nodes=nodes, reasons=list(dict.fromkeys(self.reasons)), notes=self.notes)
 
     def _block(self, nodes: Sequence[ast.stmt], main_rank: bool) -> list[ast.stmt]:
@@ -84,7 +88,9 @@ class Rewriter(ast.NodeTransformer):
                 continue
             if self._is_left_out(node):
                 continue
-            if not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
+            if isinstance(node, ast.ImportFrom):
+                found += self._imported(node)
+            elif not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
                 found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
                 self.reasons.append("the main rank saves")
             elif not main_rank and self.calls_back and _only_writes(node):
@@ -119,6 +125,19 @@ class Rewriter(ast.NodeTransformer):
                 made |= binds(node)
         return [] if any(isinstance(inner, ast.Return) for node in found for inner in ast.walk(node)) else found
 
+    def _imported(self, node: ast.ImportFrom) -> list[ast.stmt]:
+        """The import, and in its place what finetune has: under another name or inside a statement. All else of
+        finetune's is imported at the top."""
+        has = PROVIDED if (node.module or "").split(".")[0] in ("trl", "transformers") else frozenset[str]()
+        ours = [one for one in node.names if one.name in has and (one.asname or not self.imports)]
+        node.names = [one for one in node.names if one.name not in has]
+        for alias in node.names if node.module == "peft" else ():
+            if alias.name == _INT8:
+                self.reasons.append(f"{_INT8} is {_KBIT} today")
+                alias.name, alias.asname = _KBIT, alias.asname or _INT8
+        self.reasons += [FROM_FINETUNE] if ours else []
+        return [one for one in (ast.ImportFrom("finetune", ours, 0), node) if one.names]
+
     def _inside(self, node: ast.stmt, main_rank: bool) -> ast.stmt:
         for name in ("body", "orelse", "finalbody"):
             body = getattr(node, name, None)
@@ -134,7 +153,7 @@ class Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.Assign) and _key(node.targets[0]) == "device_map" and not _on_cpu(node.value):
             node.value = self._this_device()
             return node
-        if isinstance(node, ast.ImportFrom | ast.Global):
+        if isinstance(node, ast.Global):
             return self.visit(node)
         for name, value in ast.iter_fields(node):
             if isinstance(value, ast.AST) and not isinstance(value, ast.stmt):
@@ -154,6 +173,10 @@ class Rewriter(ast.NodeTransformer):
         if call is not None and is_push(self.program, call):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: {to_publish(node)}")
             self.reasons.append("nothing is published by a script")
+            return True
+        if node in self.accounts:
+            self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: account or service")
+            self.reasons.append("account or service")
             return True
         if call is not None and only_installs(node):
             self.reasons.append("packages are installed before the script starts")
@@ -184,6 +207,21 @@ class Rewriter(ast.NodeTransformer):
             self.reasons.append("each rank has its own device")
         return flag or device
 
+    def _of_accounts(self, node: ast.stmt) -> Sequence[ast.stmt]:
+        """The statements inside a function or class that only log in or track, on every rank: `run = wandb.init()`,
+        `run.log(values)`; none if others read what these make, or `wandb.config`."""
+        inside = [one for one in ast.walk(node) if isinstance(one, ast.Expr | ast.Assign)]
+        made = {name for one in inside if isinstance(one, ast.Assign) and self._tracks(one) for name in binds(one)}
+        found = [one for one in inside if self._tracks(one) or root(getattr(lone_call(one), "func", one)) in made]
+        theirs = {inner for one in found for inner in ast.walk(one)}
+        needed = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one not in theirs}
+        needed |= {name for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+        return [] if needed & made or any("wandb.config" in one.source for one in self.program.statements) else found
+
+    def _tracks(self, node: ast.Expr | ast.Assign) -> bool:
+        name = self.program.dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
+        return matches("account", name) and (name.startswith(_TRACKERS) or name.endswith("login"))
+
     def _displays(self, call: ast.Call) -> bool:
         """`display(rows)`, which only notebooks have."""
         name = self.program.dotted(call.func)
@@ -203,15 +241,6 @@ class Rewriter(ast.NodeTransformer):
 
     # --- expressions --------------------------------------------------------------------------------------------------
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
-        if (node.module or "").split(".")[0] in ("trl", "transformers"):
-            node.names = [alias for alias in node.names if alias.name not in PROVIDED]
-        for alias in node.names if node.module == "peft" else ():
-            if alias.name == _INT8:
-                self.reasons.append(f"{_INT8} is {_KBIT} today")
-                alias.name, alias.asname = _KBIT, alias.asname or _INT8
-        return node if node.names else ast.Pass()
-
     def visit_Global(self, node: ast.Global) -> ast.stmt:
         if set(node.names) <= self.bound:
             self.reasons.append("the code is in main(), so global names are nonlocal")
@@ -230,9 +259,8 @@ class Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if name == "dict":
             self._without_map(node)
-        if last in ("SFTTrainer", *CONFIGS):
-            node.func = ast.Name(last, ast.Load())
-        elif last in PROVIDED and name.split(".")[0] == "trl":
+        of_trl = last in PROVIDED and name.split(".")[0] == "trl"
+        if isinstance(node.func, ast.Attribute) and (last in ("SFTTrainer", *CONFIGS) or of_trl):
             node.func = ast.Name(last, ast.Load())
         elif last == "from_pretrained":
             self._loader(node, name)
@@ -330,6 +358,7 @@ class Rewriter(ast.NodeTransformer):
         return node
 
 
+_TRACKERS = ("wandb", "mlflow", "comet_ml", "trackio", "neptune")
 _INT8, _KBIT = "prepare_model_for_int8_training", "prepare_model_for_kbit_training"
 FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
 

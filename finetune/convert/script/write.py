@@ -37,7 +37,7 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str], own_module
     """
     draft = decide(notebook, program, own_modules)
     arguments = Arguments(program, unsloth=draft.unsloth)
-    draft.notes += [*arguments.notes, *_checkpoints(draft)]
+    draft.notes += arguments.notes
     _imports(draft)
     _rewrite(draft, arguments)
     refuse_outside(draft)
@@ -46,20 +46,6 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str], own_module
     text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
     found = report(notebook, name, statements, [*notes, *draft.notes, *_foreign(draft)])
     return Conversion(name=name, script=text, report=found)
-
-
-def _checkpoints(draft: Draft) -> list[str]:
-    """Notes on checkpoints that the notebook names by their step."""
-    return [
-        f"cell {statement.cell}: {node.value} is a step of the notebook's training; it exists only if the script takes"
-        " and saves this step: with the same rows and the same batch"
-        for statement in (draft.program.statements[place] for place in draft.kept(MAIN) + draft.kept(AFTER))
-        for node in ast.walk(statement.node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CHECKPOINT.fullmatch(node.value)
-    ]
-
-
-_CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
 
 
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
@@ -101,12 +87,12 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
         on_main = decision.where == AFTER and place not in draft.together
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
-        if not done.reasons and not _is_own_text(statement, done):
+        if done.nodes and not done.reasons and not _is_own_text(statement, done):
             done.reasons = ["arguments are changed: see the notes"]
         draft.rewritten[place] = done
         draft.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
         if not done.nodes:
-            draft.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
+            draft.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons) or code.FROM_FINETUNE)
         elif done.reasons:
             decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
     used = {name for place, node in nodes.items() if not is_import(node) for name in _used(draft, place)}
@@ -124,24 +110,20 @@ def _used(draft: Draft, place: int) -> set[str]:
 def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None:
     """An import without the names that nothing uses, and without those that an earlier one in the same part of the
     script has (`once`, added to)."""
-    node = draft.rewritten[place].nodes[0]
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        draft.decisions[place] = Decision(
-            outcome="dropped", reason="the script imports it from finetune, or has its own"
-        )
-        draft.rewritten[place].nodes = []
-        return
-    names = []
-    for alias in node.names:
-        module = node.module if isinstance(node, ast.ImportFrom) else ""
-        key = f"{module} {alias.name} {alias.asname}"
-        if (alias.asname or alias.name).split(".")[0] in used and key not in once:
-            once.add(key)
-            names.append(alias)
-    node.names = names
-    if not node.names:
+    done = draft.rewritten[place]
+    for node in done.nodes:
+        assert isinstance(node, ast.Import | ast.ImportFrom)
+        names = []
+        for alias in node.names:
+            module = node.module if isinstance(node, ast.ImportFrom) else ""
+            key = f"{module} {alias.name} {alias.asname}"
+            if (alias.asname or alias.name).split(".")[0] in used and key not in once:
+                once.add(key)
+                names.append(alias)
+        node.names = names
+    done.nodes = [node for node in done.nodes if node.names]  # type: ignore[attr-defined]
+    if not done.nodes:
         draft.decisions[place] = Decision(outcome="dropped", reason="unused import")
-        draft.rewritten[place].nodes = []
 
 
 # --- the script -------------------------------------------------------------------------------------------------------
@@ -173,7 +155,9 @@ def _top(draft: Draft, used: set[str]) -> list[Part]:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
         imports = [line for line in imports if line != "import os"]
-    ours = sorted(code.PROVIDED & used)
+    head = "from finetune import "
+    ours = sorted({*(code.PROVIDED & used), *(line[len(head) :] for line in imports if line.startswith(head))})
+    imports = [line for line in imports if not line.startswith(head)]
     has_state = any(re.search(r"\bPartialState\b", line) for line in imports)
     more = ["from accelerate import PartialState"] if "PartialState" in used and not has_state else []
     own_seed = draft.program.definition("set_seed") is not None
@@ -181,7 +165,7 @@ def _top(draft: Draft, used: set[str]) -> list[Part]:
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
-    first = f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend"
+    first = (head + ", ".join(ours) if ours else "import finetune") + "  # first: it selects the device and the backend"
     return [
         *([own("import os"), BLANK] if environment or "os" in used else []),
         *map(own, environment),

@@ -1,5 +1,6 @@
 # expect: refused R3
 # says: FastModel
+# says: no skip_prepare_dataset, and Dataset.from_list(rows)
 # says: of which the rows have none
 # cause: rows of text and a class for images
 # %%
