@@ -37,7 +37,7 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str], own_module
     """
     draft = decide(notebook, program, own_modules)
     arguments = Arguments(program, unsloth=draft.unsloth)
-    draft.notes += arguments.notes
+    draft.notes += [*arguments.notes, *_checkpoints(draft)]
     _imports(draft)
     _rewrite(draft, arguments)
     refuse_outside(draft)
@@ -46,6 +46,20 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str], own_module
     text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
     found = report(notebook, name, statements, [*notes, *draft.notes, *_foreign(draft)])
     return Conversion(name=name, script=text, report=found)
+
+
+def _checkpoints(draft: Draft) -> list[str]:
+    """Notes on checkpoints that the notebook names by their step."""
+    return [
+        f"cell {statement.cell}: {node.value} is a step of the notebook's training; it exists only if the script takes"
+        " and saves this step: with the same rows and the same batch"
+        for statement in (draft.program.statements[place] for place in draft.kept(MAIN) + draft.kept(AFTER))
+        for node in ast.walk(statement.node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CHECKPOINT.fullmatch(node.value)
+    ]
+
+
+_CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
 
 
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ MOST = {
     "patches": (1085, 17),
     "tests": (48860, 397),
 }
-TOTAL = (55275, 336)  # of the parts of finetune/ together
+TOTAL = (55289, 336)  # of the parts of finetune/ together
 KEYS = 98  # of the configuration
 
 OVER = (

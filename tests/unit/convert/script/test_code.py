@@ -180,6 +180,23 @@ def test_a_batch_that_is_not_known_is_said(notebook: Callable[..., Path]) -> Non
     assert any("on N GPUs a step has N times the notebook's rows" in note for note in conversion.report["notes"])
 
 
+CHECKPOINTS = {
+    "a folder": ('PeftModel.from_pretrained(base, "out/checkpoint-750")', "out/checkpoint-750"),
+    "a file of it": ('torch.load("out/checkpoint-5/optimizer.pt")', "out/checkpoint-5/optimizer.pt"),
+    "a path in parts": ('PeftModel.from_pretrained(base, os.path.join("out", "checkpoint-12"))', "checkpoint-12"),
+    "another folder": ('PeftModel.from_pretrained(base, "out/checkpoint-best")', None),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_named_by_its_step_is_said(case: str, notebook: Callable[..., Path]) -> None:
+    code, path = CHECKPOINTS[case]
+    save = f'from peft import PeftModel\nbase = model\nlast = {code}\nlast.save_pretrained("merged")'
+    notes = [note for note in converted(notebook(save=save)).report["notes"] if "checkpoint-" in note]
+    assert len(notes) == (path is not None)
+    assert path is None or f"{path} is a step of the notebook's training" in notes[0]
+
+
 def test_what_unsloth_fills_in_is_left_to_it(notebook: Callable[..., Path]) -> None:
     """Its SFTConfig is in the place of TRL's, in the script as in the notebook; its defaults are 4 x 2 rows."""
     config = "SFTConfig(max_steps=5, gradient_accumulation_steps=3)"
