@@ -97,7 +97,8 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
     apart = APART_IN_FP8 if any(isinstance(module, fp8.Linear) for module in model.modules()) else APART
     for what, one, other in (("outputs", alone, outputs), ("gradients", alone_gradients, gradients)):
         if _is_another(one, other[own], dtype, apart):
-            return Separation(leak=f"a document has other {what} in a pack than alone")
+            away = (one - other[own]).norm() / one.norm()
+            return Separation(leak=f"a document has other {what} in a pack than alone, {away:.2f} of their norm away")
     exact = (
         "bit for bit" if moved == 0 else f"within {moved / largest:.0e} (the kernels' noise is {noise / largest:.0e})"
     )
