@@ -398,8 +398,8 @@ def answers(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"{percent(share)} of the answers after training", f"{percent(before)} before"),
         evidence=f"{percent(share)} of {count} answers to held-out prompts are empty or end in a "
         f"repetition (threshold {percent(ANSWERS)}); {percent(before)} before training.",
-        advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); `finetune prepare` shows whether the rows teach the "
-        "end of an answer",
+        advice="look at the rows with `finetune prepare`: no empty answers (data.keep_empty: false drops them), and an "
+        f"end of each; {lower_rate(run)} or lower ({usual_rates(run)})",
         gain=f"up to {percent(share - before)} more answers that can be read",
         confidence=confidence(share, ANSWERS, count),
         charts=("loss", "eval_loss"),
