@@ -58,7 +58,8 @@ class ModelConfig:
         "auto", "auto uses Unsloth if it can be imported and supports the device, otherwise plain transformers."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
-        "auto", "Compute dtype. auto uses bfloat16 if the device has units for it: without, a CPU gets float32."
+        "auto",
+        "Compute dtype. auto: bfloat16 if the device has units for it; without, float16 on a GPU, float32 on a CPU.",
     )
     load_in_4bit: bool = _setting(False, "QLoRA: load the frozen base model in 4 bits (NF4).")
     load_in_8bit: bool = _setting(False, "Load the frozen base model in 8 bits (LLM.int8).")
@@ -352,9 +353,9 @@ class LoggingConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """The names in report_to other than TensorBoard, each once."""
+        """The names in report_to other than TensorBoard and TRL's "none", each once."""
         names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
-        return [name for name in dict.fromkeys(names) if name != "tensorboard"]
+        return [name for name in dict.fromkeys(names) if name not in ("tensorboard", "none")]
 
 
 @dataclass(frozen=True, kw_only=True)

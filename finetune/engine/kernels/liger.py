@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from finetune.config import Config
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import hardware
 from finetune.runtime.types import Model
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _why_not_validated(config: Config, kind: str) -> str | None:
         return "torch.compile fuses the layers itself"
     if config.model.load_in_8bit or config.model.load_in_fp8:
         case = "with 8-bit weights"
-    elif config.model.dtype == "float16":
+    elif config.model.dtype == "float16" or config.model.dtype == "auto" and not hardware.has_bfloat16("cuda"):
         case = "in float16"
     elif config.model.trust_remote_code:
         case = "for models that may bring their own code"

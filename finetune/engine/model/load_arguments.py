@@ -16,13 +16,25 @@ if TYPE_CHECKING:
 
 
 def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
-    """The configured dtype. `auto`: bfloat16 if the device has units for it; else float16 on a GPU, which has those,
-    and float32 on a CPU, where torch emulates 16 bits."""
-    if config.model.dtype != "auto":
-        return getattr(torch, config.model.dtype)
-    if stack.device == "cpu":
-        return torch.bfloat16 if hardware.cpu_has_bfloat16() else torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    """The configured dtype; `auto` is the fastest."""
+    return _fastest(stack) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+def emulation_note(config: Config, stack: Stack) -> str | None:
+    """What a dtype costs that the device has no units for; None if it has."""
+    dtype, fastest = resolve_dtype(config, stack), _fastest(stack)
+    if dtype in (fastest, torch.float32) or dtype == torch.float16 and stack.device == "cuda":
+        return None
+    given, better = (str(one).removeprefix("torch.") for one in (dtype, fastest))
+    return f"This device has no units for {given}: slower than {better}, which model.dtype: auto takes"
+
+
+def _fastest(stack: Stack) -> torch.dtype:
+    """bfloat16 if the device has units for it; else float16 on a GPU, which has those, and float32 on a CPU, where
+    torch emulates 16 bits."""
+    if hardware.has_bfloat16(stack.device):
+        return torch.bfloat16
+    return torch.float32 if stack.device == "cpu" else torch.float16
 
 
 def quantization_bits(config: Config) -> int | None:

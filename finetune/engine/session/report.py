@@ -27,7 +27,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     from finetune.engine import multimodal
     from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.kernels import fp8, liger
-    from finetune.engine.model import adapter_coverage
+    from finetune.engine.model import adapter_coverage, load_arguments
     from finetune.engine.optimizer import master_weights
     from finetune.engine.training import recompute
 
@@ -43,6 +43,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
         f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
+    if (slow := load_arguments.emulation_note(config, job.stack)) is not None:
+        print_line(slow)
     if job.size.active_parameters < job.size.parameters:
         print_line(f"Mixture of experts: {job.size.text}")
     if (beside := multimodal.summary(job.model)) is not None:

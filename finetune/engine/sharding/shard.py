@@ -92,7 +92,7 @@ def check(device: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         raise UserError(
             f"training.strategy is shard, and model.dtype: auto is float16 on this {device} device, whose loss scale "
-            "all shards would have to share. Set model.dtype to float32, or use GPUs that have bfloat16."
+            "all shards would have to share. Set model.dtype to float32 or bfloat16 (emulated), or use newer GPUs."
         )
 
 

@@ -131,11 +131,13 @@ def probe() -> Hardware:
     return Hardware(**_device(gpu, count), nccl_version=nccl, unknown=unknown)
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has units for bfloat16: AMX or AVX-512 BF16 of x86, BF16 of Arm. Elsewhere torch emulates it,
-    slower than float32. As for Unsloth, UNSLOTH_CPU_BF16=0 or 1 decides instead."""
+def has_bfloat16(device: str) -> bool:
+    """Whether a device has units for bfloat16: Ampere and newer GPUs; CPUs with AMX or AVX-512 BF16 of x86, or BF16 of
+    Arm. Elsewhere torch emulates it. As for Unsloth, UNSLOTH_CPU_BF16=0 or 1 decides instead on a CPU."""
     import torch
 
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if asked := os.environ.get("UNSLOTH_CPU_BF16"):
         return asked == "1"
     found = getattr(torch.cpu, "get_capabilities", dict)()  # not in the oldest torch

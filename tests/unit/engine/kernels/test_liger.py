@@ -13,6 +13,7 @@ from finetune.engine.kernels import liger
 from finetune.engine.model import load_checks, loading
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.machine import hardware
 
 
 def chosen(*words: str, kind: str = "llama", backend: str = "transformers", device: str = "cuda") -> Any:
@@ -27,6 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU host with the extra; Liger has no kernels for phi."""
     monkeypatch.setattr(liger, "why_unavailable", lambda device: None)
     monkeypatch.setattr(liger, "why_unsupported", lambda kind: "none" if kind == "phi" else None)
+    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: True)
 
 
 def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +38,7 @@ def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("installed")
-def test_liger_is_used_where_it_was_compared() -> None:
+def test_liger_is_used_where_it_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen().kernels == liger.LIGER
     assert chosen("--model.layer_kernels", "torch").kernels == "transformers"
     assert chosen("--training.torch_compile", "true").kernels == "transformers"
@@ -50,6 +52,8 @@ def test_liger_is_used_where_it_was_compared() -> None:
         assert chosen("--model.full_finetuning", "false", *words, kind="qwen3").kernels == liger.LIGER
     assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == liger.LIGER
     assert chosen(backend="unsloth").kernels == "Unsloth"
+    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)  # a T4
+    assert "in float16" in chosen().reason
 
 
 @pytest.mark.usefixtures("installed")

@@ -6,13 +6,14 @@ import itertools
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finetune.config import Config
 from finetune.config.schema import ModelConfig
-from finetune.engine.model.load_arguments import resolve_dtype
+from finetune.engine.model.load_arguments import emulation_note, resolve_dtype
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import hardware, nvml
 from tests.helpers.nvml import Card, install
@@ -38,6 +39,24 @@ def test_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, units: dict, asked: 
     stack = Stack(backend="transformers", reason="", device="cpu", local_rank=0, patches=())
     assert resolve_dtype(Config(), stack) == (torch.bfloat16 if has else torch.float32)
     assert resolve_dtype(Config(model=ModelConfig(dtype="float32")), stack) == torch.float32
+    slow = "This device has no units for bfloat16: slower than float32, which model.dtype: auto takes"
+    assert emulation_note(Config(model=ModelConfig(dtype="bfloat16")), stack) == (None if has else slow)
+    assert emulation_note(Config(), stack) is None
+
+
+@pytest.mark.parametrize(("major", "has"), [(7, False), (8, True)], ids=["T4", "A100"])
+def test_bfloat16_on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, has: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)  # emulated
+    stack = Stack(backend="transformers", reason="", device="cuda", local_rank=0, patches=())
+    assert resolve_dtype(Config(), stack) == (torch.bfloat16 if has else torch.float16)
+    said = emulation_note(Config(model=ModelConfig(dtype="bfloat16")), stack)
+    assert said == (
+        None if has else "This device has no units for bfloat16: slower than float16, which model.dtype: auto takes"
+    )
+    assert emulation_note(Config(model=ModelConfig(dtype="float16")), stack) is None
 
 
 def test_eight_gpus_on_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
