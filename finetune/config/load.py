@@ -584,6 +584,19 @@ def dump_setting(key: str, value: object) -> str:
     return f"{key}: {shown.strip().removesuffix('...').strip()}"  # PyYAML ends a plain scalar with `...`
 
 
+_RESOLVED = "# resolved from {} and the command line\n"
+
+
+def resolved_from(file: str) -> str | None:
+    """The configuration that a run.yaml was resolved from; None for any other file."""
+    try:
+        first = Path(file).read_text(encoding="utf-8").partition("\n")[0]
+    except (OSError, ValueError):  # gone, or no text
+        return None
+    found = re.fullmatch(_RESOLVED.strip().format("(.+)"), first)
+    return found[1] if found else None
+
+
 def dump_yaml(config: Config) -> str:
     """The resolved configuration as a file that `--config` reads back unchanged. Keys that would contradict others are
     left out: the adapter's in full fine-tuning, and num_train_epochs if max_steps is set."""
@@ -595,5 +608,5 @@ def dump_yaml(config: Config) -> str:
     if config.training.max_steps > 0:
         del resolved["training"]["num_train_epochs"]
     resolved = redact_tree(resolved)
-    header = f"# resolved from {source} and the command line\n" if source else ""
+    header = _RESOLVED.format(resolved_from(source) or source) if source else ""
     return header + yaml.dump(resolved, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

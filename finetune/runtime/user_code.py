@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.config.load import resolved_from
 from finetune.config.schema import LoggingConfig
 from finetune.errors import RunError, UserError, describe
 
@@ -96,14 +97,16 @@ def _line(error: BaseException) -> str:
 
 
 def _add_search_paths(config_file: str | None) -> None:
-    """Also look for modules in the working directory and the configuration's folder, after all other places."""
-    places = [str(Path.cwd()), *([str(Path(config_file).resolve().parent)] if config_file else [])]
+    """Also look for modules in the working directory and the configuration's folder, after all other places; for a
+    run.yaml also in the folder of the configuration that it was resolved from."""
+    named = [config_file, resolved_from(config_file)] if config_file else []
+    places = [str(Path.cwd()), *(str(Path(file).resolve().parent) for file in named if file)]
     sys.path += [place for place in dict.fromkeys(places) if place not in sys.path]  # to stay: functions import late
     importlib.invalidate_caches()
 
 
 def _not_found(key: str, name: str, module: str, config_file: str | None) -> UserError:
-    or_next_to = f", or next to {config_file}" if config_file else ""
+    or_next_to = f", or next to {resolved_from(config_file) or config_file}" if config_file else ""
     return UserError(
         f"{key} is {name}: there is no module {module} here. Install it, put it into the working directory"
         f"{or_next_to}, or correct the name."

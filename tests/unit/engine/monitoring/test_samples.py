@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers.integrations import integration_utils
 
 from finetune import train
-from finetune.config import ConfigError, load
+from finetune.config import ConfigError, dump_yaml, load
 from finetune.config.rules import TRACKERS
 from finetune.data.store import Rows
 from finetune.engine.monitoring import samples, trackers
@@ -247,7 +248,7 @@ ROWS = ("--model.model_name_or_path", "m", "--data.train_file", "t.jsonl", "--da
             "generate_samples is 0. Set logging.generate_samples",
         ),
         (("--logging.metric", "a:b", "--logging.trust_code", "--data.eval_file", "null"), "no rows are held out"),
-        (("--logging.report_to", "wanb"), "unknown: wanb. Nearest is wandb. Use tensorboard, wandb"),
+        (("--logging.report_to", "[none, wanb]"), "unknown: wanb. Nearest is wandb. Use tensorboard, wandb"),
         (("--logging.report_to", "[wandb, all]"), "must name each service"),
     ],
 )
@@ -283,6 +284,15 @@ def test_code_is_found_beside_the_configuration_and_before_anything_is_loaded(
     folder.mkdir()
     (folder / "beside_code.py").write_text("def f(answers, references): return 1\n")
     assert user_code.load("logging.metric", "beside_code:f", str(folder / "run.yaml"))([], []) == 1
+    # A resumed run has its own run.yaml, also if it was resumed before.
+    (folder / "later_code.py").write_text("def f(answers, references): return 2\n")
+    first = load([*ROWS])
+    for name, source in (("run.yaml", folder / "my.yaml"), ("again.yaml", tmp_path / "run.yaml")):
+        (tmp_path / name).write_text(dump_yaml(replace(first, config_file=str(source))))
+    monkeypatch.setattr("sys.path", [one for one in sys.path if one != str(folder)])
+    assert user_code.load("logging.metric", "later_code:f", str(tmp_path / "again.yaml"))([], []) == 2
+    with pytest.raises(UserError, match=f"or next to {folder}/my.yaml, or correct"):
+        user_code.check("logging.metric", "nowhere_at_all:f", str(tmp_path / "again.yaml"))
     code = ("--logging.metric", "nowhere_at_all:f", "--logging.trust_code")
     with pytest.raises(UserError, match="^logging.metric is nowhere_at_all:f: there is no module"):
         config_checks.check(load(settings(tmp_path, tiny_model, *code)))
