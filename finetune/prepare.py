@@ -93,6 +93,7 @@ def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began:
         began: when their preparation began, as `time.perf_counter`.
     """
     from finetune.data import ledger
+    from finetune.data.prepare import REMEDIES
     from finetune.data.templates.encoder import Encoded, preview
     from finetune.runtime.files import write_json
 
@@ -101,7 +102,7 @@ def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began:
     print_line(ledger.table(data.ledgers, shapes))
     if (table := ledger.sources_table(data.ledgers)) is not None:
         print_line(table)
-    for sentence in [*ledger.notes(data.ledgers), *ledger.examples(data.ledgers)]:
+    for sentence in [*ledger.notes(data.ledgers), *ledger.examples(data.ledgers, REMEDIES)]:
         print_line(sentence)
     print_line("The first row; supervised tokens are marked:")
     ids, labels = data.train[0]

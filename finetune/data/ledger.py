@@ -106,10 +106,11 @@ class Ledger:
         }
 
 
-def examples(ledgers: dict[str, JsonObject]) -> list[str]:
-    """One sentence per reason for dropping rows, with the first row it applies to."""
+def examples(ledgers: dict[str, JsonObject], remedies: Mapping[str, str]) -> list[str]:
+    """One sentence per reason for dropping rows, with the first row it applies to, and what to do about it."""
     return [
         f"{name}: {counted(count, 'row')} dropped ({reason}), first {one['examples'][reason]}"
+        + (f"; {remedies[reason]}" if reason in remedies else "")
         for name, one in ledgers.items()
         for reason, count in sorted(one["dropped"].items())
     ]

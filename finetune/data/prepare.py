@@ -390,7 +390,7 @@ _OTHER_TEMPLATE = (
     "set model.chat_template to one that renders them (chatml_tools renders tools; the built-in ones are "
     f"{', '.join(TEMPLATES)}; or a Jinja file)"
 )
-_REMEDIES = {
+REMEDIES = {
     "not_rendered": _OTHER_TEMPLATE,
     "template_error": _OTHER_TEMPLATE,
     "mask_ambiguous": "set model.chat_template to another one, or data.assistant_only_loss: false",
@@ -414,7 +414,7 @@ def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[s
     names, read = ", ".join(sources) or "data.eval_fraction", sum(ledger.sources[name].rows_read for name in sources)
     dropped = ledger.dropped.most_common()
     reasons = "; ".join(f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in dropped)
-    remedies = dict.fromkeys(_REMEDIES.get(reason, "check data.columns and data.format") for reason, _ in dropped)
+    remedies = dict.fromkeys(REMEDIES.get(reason, "check data.columns and data.format") for reason, _ in dropped)
     return (
         f"{names}: none of {counted(read or ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped in "
         f"{split}: {reasons}. Look at the first row of each reason, and {'; '.join(remedies)}."

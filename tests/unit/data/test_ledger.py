@@ -58,7 +58,7 @@ def test_the_first_row_of_each_reason_is_the_example() -> None:
     ledger.drop("r.jsonl", "empty", "r.jsonl:3", "message 2 is empty")
     ledger.drop("r.jsonl", "empty", "r.jsonl:4", "message 1 is empty")
     ledger.drop("r.jsonl", "no_label", "r.jsonl:5", "no token is supervised")
-    assert examples({"train": ledger.to_dict()}) == [
-        "train: 2 rows dropped (empty), first r.jsonl:3: message 2 is empty",
+    assert examples({"train": ledger.to_dict()}, {"empty": "set data.keep_empty: true"}) == [
+        "train: 2 rows dropped (empty), first r.jsonl:3: message 2 is empty; set data.keep_empty: true",
         "train: 1 row dropped (no_label), first r.jsonl:5: no token is supervised",
     ]
