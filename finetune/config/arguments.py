@@ -70,7 +70,7 @@ _EXACT = "the loss is the mean over the supervised tokens of the whole global ba
 _ONE_LOSS = f"{_EXACT}; other objectives are not supported"
 _ORDER = "`seed` alone sets the order of the rows, so that any number of GPUs takes the same steps"
 _ONE_RATE = "all weights are trained with one learning rate"
-_ONE_GPU = "each GPU holds the whole model"
+_ONE_GPU = "each GPU holds the whole model, or a part of it with --finetune training.strategy=shard"
 _LAUNCHED = (
     "in a script each GPU holds the whole model (DDP). Launch with torchrun --standalone --nproc_per_node N; to "
     "split a model that SFTTrainer is given by name, add --finetune training.strategy=shard"
@@ -78,6 +78,7 @@ _LAUNCHED = (
 _SHARD = "use training.strategy: shard to split the model over the GPUs"
 _METRICS = "evaluation does not build the logits; it reports loss, token accuracy and entropy over all ranks"
 _LOGITS_METRICS = f"{_METRICS}. Remove it, and compute other metrics from the saved model"
+_SCORED = f"{_METRICS}. Name a function that scores generated answers as logging.metric"
 _PUBLISH = "publish a finished run with `finetune export RUN --to adapter --out DIR`, then `hf upload USER/NAME DIR`"
 _NOT_PUBLISHED = "nothing is published while training; publish the finished folder with `hf upload`"
 _NO_EFFECT = "it has no effect on the result"
@@ -281,10 +282,10 @@ ARGUMENTS = (
     Argument("model args train_dataset eval_dataset processing_class peft_config callbacks", TRAINER),
     Argument("formatting_func quantization_config", TRAINER),
     Argument("data_collator", TRAINER),
-    Argument("compute_metrics", TRAINER, kept=(None,), script=_LOGITS_METRICS, left_out=_METRICS),
+    Argument("compute_metrics", TRAINER, kept=(None,), remedy=_SCORED, script=_LOGITS_METRICS, left_out=_METRICS),
     Argument(
         "preprocess_logits_for_metrics", TRAINER,
-        kept=(None,), script="evaluation does not build logits. Remove it", left_out=_METRICS,
+        kept=(None,), remedy=_SCORED, script="evaluation does not build logits. Remove it", left_out=_METRICS,
     ),
     Argument("optimizers", TRAINER),
     Argument("optimizer_cls_and_kwargs", TRAINER),
@@ -357,7 +358,8 @@ def former_names(of: str = CONFIG) -> dict[str, str]:
 FIXED = {name: one.fixed for name, one in rows(CONFIG).items() if one.fixed is not UNSET}
 # What a configuration does not set by this name, with why and what to do. Names of our keys are accepted as such.
 _OWN = {name.partition(".")[2] for name in KEYS}
-REFUSED = {n: one.instead for of in (UNSLOTH, CONFIG) for n, one in rows(of).items() if one.instead and n not in _OWN}
+_ALL = [row for of in (UNSLOTH, TRAINER, CONFIG) for row in rows(of).items()]
+REFUSED = {name: one.instead for name, one in _ALL if one.instead and name not in _OWN}
 # Names that a configuration accepts under `training:` in addition to its keys, with some of their values or all.
 TAKEN = frozenset(
     name

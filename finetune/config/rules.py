@@ -106,39 +106,25 @@ def _is_default(config: Config, name: str) -> bool:
 
 
 def precision(config: Config, given: frozenset[str]) -> Contradictions:
-    """4 bits, 8 bits, FP8, 16 bits and full fine-tuning: one of them."""
+    """4 bits, 8 bits, FP8 and full fine-tuning: one of them."""
     model = config.model
-    for other in ("load_in_4bit", "load_in_8bit", "full_finetuning"):
-        if model.load_in_fp8 and getattr(model, other):
-            yield (
-                ("model.load_in_fp8", f"model.{other}"),
-                f"FP8 is a form of the frozen weights, so load_in_fp8 and {other} exclude each other. Keep one.",
-            )
+    kinds = ("load_in_4bit", "load_in_8bit", "load_in_fp8", "full_finetuning")
+    if len(chosen := [name for name in kinds if getattr(model, name)]) > 1:
+        yield (
+            tuple(f"model.{name}" for name in chosen),
+            f"{' and '.join(chosen)} exclude each other: frozen weights have one form, and trained ones none of these."
+            " Keep one.",
+        )
     if model.load_in_fp8 and model.dtype == "float16":
         yield (
             ("model.load_in_fp8", "model.dtype"),
             "products of FP8 weights are written in bfloat16. Set model.dtype to bfloat16 or auto.",
-        )
-    if model.full_finetuning and model.load_in_4bit:
-        yield (
-            ("model.full_finetuning", "model.load_in_4bit"),
-            "4-bit weights cannot be trained in full. Remove full_finetuning to train an adapter, or load_in_4bit.",
-        )
-    if model.load_in_8bit and (model.load_in_4bit or model.full_finetuning):
-        other = "model.load_in_4bit" if model.load_in_4bit else "model.full_finetuning"
-        yield (
-            ("model.load_in_8bit", other),
-            "load_in_4bit, load_in_8bit and full_finetuning exclude each other. Keep one.",
         )
     if model.load_in_8bit and config.lora.adapter_kwargs.get("use_dora"):
         yield (
             ("model.load_in_8bit", "lora.adapter_kwargs"),
             "PEFT's DoRA loses the scales of 8-bit weights after one pass. Set load_in_4bit instead, or no use_dora.",
         )
-    if model.loader_kwargs.get("load_in_16bit") and (model.load_in_4bit or model.load_in_8bit):
-        other = "model.load_in_4bit" if model.load_in_4bit else "model.load_in_8bit"
-        key = other.partition(".")[2]
-        yield ("model.loader_kwargs", other), f"load_in_16bit and {key} exclude each other. Keep one."
 
 
 OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
@@ -225,14 +211,6 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
             'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, offload to '
             "keep layers' inputs in CPU memory, or false.",
         )
-
-
-def attention(config: Config, given: frozenset[str]) -> Contradictions:
-    """An attention that can train."""
-    chosen = config.model.attn_implementation or ""
-    if chosen.startswith("paged|"):
-        instead = chosen.removeprefix("paged|")
-        yield ("model.attn_implementation",), f"{chosen} generates text, and cannot train. Set it to {instead}."
 
 
 def _managed(name: str) -> dict[str, str]:
@@ -498,12 +476,6 @@ def best_model(config: Config, given: frozenset[str]) -> Contradictions:
             "the best model is chosen by evaluations during training, and eval_steps is 0. Set training.eval_steps,"
             " and data.eval_file or data.eval_fraction.",
         )
-    if training.greater_is_better is not None and not asking:
-        yield (
-            ("training.greater_is_better", *(f"training.{name}" for name in names)),
-            "greater_is_better has no effect without load_best_model_at_end, early_stopping_patience or"
-            " metric_for_best_model. Set one of them, or remove it.",
-        )
     if training.early_stopping_threshold > 0 and training.early_stopping_patience is None:
         yield (
             ("training.early_stopping_threshold", "training.early_stopping_patience"),
@@ -514,12 +486,7 @@ def best_model(config: Config, given: frozenset[str]) -> Contradictions:
 def trackers(config: Config, given: frozenset[str]) -> Contradictions:
     """Services that a run reports to are named one by one: data leaves the machine only when asked to."""
     names = config.logging.trackers
-    if "none" in names:
-        text = (
-            "TensorBoard's files are always written, for `finetune review`, and nothing else is by default. Remove it."
-        )
-        yield ("logging.report_to",), text
-    elif "all" in names:
+    if "all" in names:
         yield ("logging.report_to",), "must name each service: 'all' is not supported."
     elif unknown := [name for name in names if name not in TRACKERS]:
         near = difflib.get_close_matches(unknown[0], TRACKERS, n=1)
@@ -641,7 +608,7 @@ RANGES = {
 
 
 # Arguments of torch.utils.checkpoint that a configuration can write.
-CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
+CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "early_stop")
 
 
 def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
@@ -653,15 +620,11 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
             yield (key,), f"`{name}` cannot be set here: use training.gradient_checkpointing: {name}."
         elif name not in CHECKPOINTING:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
-    if arguments.get("use_reentrant") and arguments.get("debug"):
-        yield (key,), "debug needs use_reentrant: false. Remove one of them."
     if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, AUTO):
         yield (
             (key, "training.gradient_checkpointing"),
             f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
         )
-    if arguments.get("debug") and kind in (SELECTIVE, AUTO):
-        yield (key, "training.gradient_checkpointing"), f"gradient_checkpointing {kind} has no debug. Remove debug."
     found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
     if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
@@ -820,7 +783,6 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
 RULES: tuple[Rule, ...] = (
     precision,
     unsloth_only,
-    attention,
     managed_arguments,
     adapter_arguments,
     adapter,

@@ -16,7 +16,7 @@ import trl
 from finetune.config.arguments import TRAINER, row, with_current_names
 from finetune.drop_in import backbone
 from finetune.drop_in.overrides import Overrides
-from finetune.drop_in.refusals import Refused
+from finetune.drop_in.refusals import Refused, check_launch
 from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject, Model, Tokenizer
 
@@ -38,7 +38,7 @@ class SFTConfig(trl.SFTConfig):
         self.context_parallel = context_parallel
         if given.get("packing") and given.pop("group_by_length", False):
             print_line("SFTConfig: `group_by_length` is left out: packs have one length.")
-        todays_names = with_current_names(given, note=lambda text: print_line(f"SFTConfig: {text}."))
+        todays_names = _todays_names("SFTConfig", given)
         super().__init__(*positional, **todays_names)
         by_position = [one.name for one in dataclasses.fields(trl.SFTConfig)][: len(positional)]
         # Unlike 8 rows, the default, a size that is given is kept.
@@ -55,12 +55,15 @@ class TrainingArguments(transformers.TrainingArguments):
     to an SFTConfig with their values, as TRL's does."""
 
     def __init__(self, *positional: Any, **given: Any) -> None:
-        super().__init__(
-            *positional, **with_current_names(given, note=lambda text: print_line(f"TrainingArguments: {text}."))
-        )
+        super().__init__(*positional, **_todays_names("TrainingArguments", given))
 
     def __getattr__(self, name: str) -> Any:
         return _by_former_name(self, name)
+
+
+def _todays_names(of: str, given: JsonObject) -> JsonObject:
+    check_launch(of, given)
+    return with_current_names(given, note=lambda text: print_line(f"{of}: {text}."))
 
 
 def _by_former_name(args: object, name: str) -> Any:

@@ -69,6 +69,13 @@ def check(trainer: type, base: type, args: trl.SFTConfig, given: JsonObject) -> 
         raise Refused(f"SFTTrainer cannot keep {len(problems)} of its arguments:\n{listed}")
 
 
+def check_launch(of: str, given: JsonObject) -> None:
+    """Refuse DeepSpeed and FSDP, whose packages transformers looks for, before its arguments (of a class) are made."""
+    launching = {name: value for name, value in given.items() if name in ("deepspeed", "fsdp", "parallelism_config")}
+    for problem in _arguments(SimpleNamespace(**launching), arguments.CONFIG, dict.fromkeys(launching)):
+        raise Refused(f"{of}: {problem}")
+
+
 def _methods(trainer: type, base: type) -> Iterator[str]:
     for name, why in _METHODS.items():
         if getattr(trainer, name, None) is not getattr(base, name, None):
@@ -96,11 +103,6 @@ def _combinations(args: trl.SFTConfig, given: JsonObject) -> Iterator[str]:
         yield "`packing=True` needs `max_length`, the tokens of a pack. Set it."
     if args.packing and args.train_sampling_strategy == "group_by_length":
         yield "`packing=True` makes rows of one length, which cannot be grouped by length. Remove one of them."
-    if args.padding_free and not args.packing and args.max_length is not None:
-        yield (
-            "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "
-            "`padding_free`, which changes nothing in this trainer's results."
-        )
     yield from _checkpointing(args)
     optim = str(getattr(args.optim, "value", args.optim))
     if (why := why_optimizer_unusable(optim, args.optim_target_modules)) is not None:
@@ -142,13 +144,8 @@ def _checkpointing(args: trl.SFTConfig) -> Iterator[str]:
         yield f"{both} are different ways to keep activations. Remove all but one."
     elif asked and asked[0][0] != "unsloth" and given.get("use_reentrant"):
         yield f"{asked[0][1]} needs `use_reentrant=False`. Remove `use_reentrant` from `gradient_checkpointing_kwargs`."
-    elif asked and asked[0][0] in (SELECTIVE, AUTO):
-        own = "`, `".join(name for name in ("debug", "context_fn") if given.get(name))
-        if own:
-            yield f"{asked[0][1]} sets `context_fn` and excludes `{own}` in `gradient_checkpointing_kwargs`. Remove it."
-    every = given.get("every_n_layers", 1)
-    if not isinstance(every, int) or every < 1:
-        yield f"`every_n_layers` in `gradient_checkpointing_kwargs` is {every!r}: expected an integer of at least 1."
+    elif asked and asked[0][0] in (SELECTIVE, AUTO) and given.get("context_fn"):
+        yield f"{asked[0][1]} sets `context_fn` itself. Remove it from `gradient_checkpointing_kwargs`."
 
 
 def argument_name(split: str) -> str:

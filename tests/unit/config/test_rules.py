@@ -19,14 +19,13 @@ SHARED = ["--training.context_parallel", "2"]
 
 
 INVOKED = ["--lora.adapter_kwargs", "{alora_invocation_tokens: [5]}"]
-DEBUG = "{debug: true}"
 REENTRANT = "{use_reentrant: true}"
 
 
 @pytest.mark.parametrize(
     ("argv", "about"),
     [
-        ([*MODEL, "--model.full_finetuning", "--model.load_in_4bit"], "4-bit"),
+        ([*MODEL, "--model.full_finetuning", "--model.load_in_4bit"], "load_in_4bit and full_finetuning exclude"),
         ([*MODEL, "--data.dataset_name", "a/b"], "both name the training data"),
         (MODEL[:2], "there is no training data"),
         (["--demo", "--data.train_file", "t.jsonl"], "--demo brings its own model and data"),
@@ -54,16 +53,11 @@ REENTRANT = "{use_reentrant: true}"
             ["--training.gradient_checkpointing", "offload", "--training.gradient_checkpointing_kwargs", REENTRANT],
             "needs use_reentrant: false",
         ),
-        (
-            ["--training.gradient_checkpointing", "selective", "--training.gradient_checkpointing_kwargs", DEBUG],
-            "selective has no debug",
-        ),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
         ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "exclude each other"),
         ([*MODEL, "--model.load_in_8bit", "--model.full_finetuning"], "exclude each other"),
         ([*MODEL, "--model.load_in_8bit", "--lora.adapter_kwargs", "{use_dora: true}"], "Set load_in_4bit instead"),
-        ([*MODEL, "--model.load_in_4bit", "--model.loader_kwargs", "{load_in_16bit: true}"], "load_in_16bit"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader", "FastModel"], "Unsloth's classes"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader_kwargs", "{a: 1}"], "Unsloth's classes"),
         ([*MODEL, "--data.instruction_part", "<user>"], "needs a response_part"),

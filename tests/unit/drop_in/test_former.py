@@ -74,6 +74,21 @@ def test_the_configurations_show_the_arguments_of_the_installed_release() -> Non
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deepspeed", "ds.json"), ("deepspeed", {"zero_optimization": {"stage": 3}}), ("fsdp", "full_shard")],
+)
+@pytest.mark.parametrize("kind", ["SFTConfig", "TrainingArguments"])
+def test_another_way_to_launch_is_refused_before_its_package_is_looked_for(
+    kind: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    import finetune
+    from finetune.drop_in.refusals import Refused
+
+    with pytest.raises(Refused, match=f"^{kind}: `{name}=.*torchrun .* add --finetune training.strategy=shard"):
+        getattr(finetune, kind)(str(tmp_path), **{name: value})
+
+
 def test_unknown_names_of_the_configuration_are_refused_as_by_trl(tmp_path: Path) -> None:
     from finetune import SFTConfig
 

@@ -49,13 +49,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "`activation_offloading=True` needs `use_reentrant=False`",
     ),
-    "selective, debug": (
-        dict(gradient_checkpointing="selective", gradient_checkpointing_kwargs={"debug": True}),
-        "`gradient_checkpointing='selective'` sets `context_fn` and excludes `debug`",
-    ),
-    "no layers": (
-        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": 0}),
-        "is 0: expected an integer of at least 1",
+    "selective, context_fn": (
+        dict(gradient_checkpointing="selective", gradient_checkpointing_kwargs={"context_fn": print}),
+        "`gradient_checkpointing='selective'` sets `context_fn` itself. Remove it",
     ),
     "kernels for a GPU": (dict(use_liger_kernel=True), "`use_liger_kernel=True`: there is no GPU. Remove it"),
     "a choice of kernels": (dict(liger_kernel_config={"rope": False}), "`liger_kernel_config={'rope': False}`"),

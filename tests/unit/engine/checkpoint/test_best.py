@@ -205,7 +205,6 @@ def test_resume_keeps_the_best_so_far(
         (BEST, "eval_steps is 0"),
         (("--training.early_stopping_patience", "2"), "eval_steps is 0"),
         (("--training.metric_for_best_model", "eval_entropy"), "eval_steps is 0"),
-        (("--training.greater_is_better", "true"), "greater_is_better has no effect"),
         (("--training.early_stopping_threshold", "0.1"), "early_stopping_threshold has no effect"),
         (("--training.metric_for_best_model", "bleu"), "eval_loss, eval_token_accuracy, eval_entropy"),
         ((*BEST, "--training.eval_steps", "2"), "no rows are held out"),

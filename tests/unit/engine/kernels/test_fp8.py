@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["--model.load_in_fp8", "true", "--model.load_in_4bit", "true", "--model.model_name_or_path", "x",
               "--data.train_file", "y"], command="train")  # fmt: skip
-    assert "load_in_fp8 and load_in_4bit exclude each other" in str(caught.value)
+    assert "load_in_4bit and load_in_fp8 exclude each other" in str(caught.value)
     with pytest.raises(UserError, match="no frozen linear layer"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
