@@ -112,8 +112,7 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
     if len(chosen := [name for name in kinds if getattr(model, name)]) > 1:
         yield (
             tuple(f"model.{name}" for name in chosen),
-            f"{' and '.join(chosen)} exclude each other: frozen weights have one form, and trained ones none of these."
-            " Keep one.",
+            f"{' and '.join(chosen)} exclude each other: weights are held in one form. Keep one.",
         )
     if model.load_in_fp8 and model.dtype == "float16":
         yield (

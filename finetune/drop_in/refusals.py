@@ -71,8 +71,8 @@ def check(trainer: type, base: type, args: trl.SFTConfig, given: JsonObject) -> 
 
 def check_launch(of: str, given: JsonObject) -> None:
     """Refuse DeepSpeed and FSDP, whose packages transformers looks for, before its arguments (of a class) are made."""
-    launching = {name: value for name, value in given.items() if name in ("deepspeed", "fsdp", "parallelism_config")}
-    for problem in _arguments(SimpleNamespace(**launching), arguments.CONFIG, dict.fromkeys(launching)):
+    names: dict[str, Any | None] = dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"))
+    for problem in _arguments(SimpleNamespace(**given), arguments.CONFIG, names):
         raise Refused(f"{of}: {problem}")
 
 
