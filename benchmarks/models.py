@@ -36,15 +36,6 @@ SHAPES = {
         vocab_size=8192,
         tie_word_embeddings=False,
     ),
-    "llama-1.2m": dict(  # with enough layers to be measured in slices
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=8192,
-        tie_word_embeddings=False,
-    ),
     "llama-190m": dict(
         hidden_size=1024,
         intermediate_size=4096,
@@ -154,8 +145,39 @@ SHAPES = {
         rope_theta=500000.0,
     ),
 }
+SHAPES["llama-1.2m"] = SHAPES["llama-1m"] | {"num_hidden_layers": 6}  # enough layers to be measured in slices
 # For rows that are longer than Llama 3.1's 131,072 tokens.
 SHAPES["llama-8b-long"] = SHAPES["llama-8b"] | {"max_position_embeddings": 1048576}
+# Families whose layers carry a state, or whose heads have two widths. Qwen3.5-2B, LFM2-1.2B and Granite-4.0-H-Micro;
+# Gemma 4 E2B, whose embeddings of each layer are those of the 8,192 tokens in use. "-1m" are for CPU ranks.
+_TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+_TINY |= dict(vocab_size=8192, tie_word_embeddings=True)
+_QWEN = dict(model_type="qwen3_5_text")
+_GRANITE = dict(model_type="granitemoehybrid", num_local_experts=0, mamba_d_head=64)
+FAMILIES = {
+    "qwen3.5-2b": _QWEN
+    | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=8, head_dim=256)
+    | dict(num_key_value_heads=2, linear_num_value_heads=16, vocab_size=248320, tie_word_embeddings=True),
+    "gemma4-2b": dict(model_type="gemma4_text", hidden_size=1536, intermediate_size=6144, num_hidden_layers=35)
+    | dict(num_attention_heads=8, num_key_value_heads=1, num_kv_shared_layers=20, use_double_wide_mlp=True)
+    | dict(vocab_size_per_layer_input=8192, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7),
+    "lfm2-1.2b": dict(model_type="lfm2", hidden_size=2048, intermediate_size=12288, num_hidden_layers=16)
+    | dict(num_attention_heads=32, num_key_value_heads=8, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+    "granite4-3b": _GRANITE
+    | dict(hidden_size=2048, shared_intermediate_size=8192, num_hidden_layers=40, num_attention_heads=32)
+    | dict(num_key_value_heads=8, mamba_n_heads=64, mamba_d_state=128, vocab_size=100352, tie_word_embeddings=True)
+    | dict(embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.015625)
+    | dict(layer_types=["attention" if layer % 10 == 5 else "mamba" for layer in range(40)]),
+    "qwen3.5-1m": _TINY
+    | _QWEN
+    | dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+    | dict(head_dim=16, layer_types=["linear_attention", "full_attention"]),
+    "lfm2-1m": _TINY | dict(model_type="lfm2", layer_types=["conv", "full_attention"]),
+    "granite4-1m": _TINY
+    | _GRANITE
+    | dict(mamba_n_heads=2, mamba_d_state=16, shared_intermediate_size=128, layer_types=["mamba", "attention"]),
+}
+SHAPES |= FAMILIES
 IN_PARTS = ("qwen3-moe-30b",)  # written piece by piece: no GPU holds them and what saving takes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -199,7 +199,7 @@ def one_run(
         return {"error": "too slow" if code is None else f"exit code {code}", "output": end}
     found = json.loads(answer.read_text())
     flops = cells.flops_per_token(cell, cell.method, about["squared_over_tokens"])
-    return found | {"tflops": found["tokens_per_second"] * flops / 1e12}
+    return found | {"tflops": flops and found["tokens_per_second"] * flops / 1e12}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.models import SHAPES
+from benchmarks.models import FAMILIES, SHAPES
 
 SIZES = {
     "1.2b": "llama-1.2b",
@@ -16,13 +16,15 @@ SIZES = {
     "moe48": "qwen3-moe-30b",
     "moe4": "qwen3-moe-4",
     "1m-moe": "qwen3-moe-1m",
-}
+} | {name: name for name in FAMILIES}
 METHODS = ("lora", "qlora", "full")
 LONG = {str(tokens): tokens for tokens in (32768, 65536, 131072, 262144, 327680)}  # of documents that fill their rows
-LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64} | LONG  # tokens of a document
+# Tokens of a document; "own" are the rows of --train as they are.
+LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64, "own": 512} | LONG
 CELLS = [
     *(f"1.2b {method} {lengths}" for method in METHODS for lengths in ("real", "2048", "4096", "16384")),
     *(f"8b {method} {lengths}" for method in ("lora", "qlora") for lengths in ("real", "2048", "4096", "16384")),
+    *(f"{name} lora own" for name in FAMILIES),
 ]
 
 
@@ -82,6 +84,15 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     longest, short = cell.longest, cell.lengths == "short"
     if cell.lengths in LONG:
         return long_variants(cell)
+    if cell.lengths == "own":  # packed beside padded, about as many tokens in each
+        scale = 1 if cell.size.endswith("1m") else 8
+        pack, padded = Setting(1, 2048 * scale), Setting(12 * scale, 512)
+        return {
+            "ours": Variant(stack="ours", settings=[pack], packing=True),
+            "ours_padded": Variant(stack="ours", settings=[padded]),
+            "unsloth_packed": Variant(stack="unsloth", settings=[pack], packing=True),
+            "unsloth_padded": Variant(stack="unsloth", settings=[padded]),
+        }
     pack = 128 if short else 8192 if cell.size == "8b" and longest <= 8192 else 16384
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
@@ -154,13 +165,16 @@ def matmul_parameters(size: str) -> int:
     return shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
 
 
-def flops_per_token(cell: Cell, method: str, mean_square_over_mean: float) -> float:
+def flops_per_token(cell: Cell, method: str, mean_square_over_mean: float) -> float | None:
     """Floating-point operations of a token, forward and backward, by the "model FLOPs" of PaLM (arXiv 2204.02311,
-    appendix B): frozen weights have no gradient of their own, recomputation and adapters do not count.
+    appendix B): frozen weights have no gradient of their own, recomputation and adapters do not count. None for
+    the sizes of FAMILIES.
 
     mean_square_over_mean: sum of the documents' squared lengths over the sum of their lengths, in tokens.
     """
     shape = SHAPES[SIZES[cell.size]]
+    if cell.size in FAMILIES:
+        return None
     linear = (6 if method == "full" else 4) * matmul_parameters(cell.size)
     heads = shape["num_attention_heads"]
     width = heads * shape.get("head_dim", shape["hidden_size"] // heads)

@@ -134,6 +134,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainers[0].state.log_history if "loss" in entry],
         "backend": record["backend"],
         "attention": record.get("attention"),
+        "packs": record.get("packs"),
         "layer_kernels": record.get("layer_kernels"),
         "experts": record.get("experts"),
         "versions": record["versions"],
@@ -147,7 +148,7 @@ def arguments(request: dict[str, Any], out: Path) -> list[str]:
     setting = request["settings"][0]
     return [
         *("--model.model_name_or_path", request["model"], "--data.train_file", request["rows"]),
-        *("--data.packing", "true", "--data.max_length", str(setting["length"])),
+        *("--data.packing", str(request["packing"]).lower(), "--data.max_length", str(setting["length"])),
         *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true"),
         *("--training.save_steps", "0", "--logging.generate_samples", "0"),
         *("--logging.logging_steps", str(min(LOGGING, request["steps"]))),

@@ -11,6 +11,7 @@ from finetune.measure import protocol
 
 PEERS = {
     "ours_over_ours_before": "ours_before",
+    "ours_over_ours_padded": "ours_padded",
     "ours_over_unsloth_fixed": "unsloth_fixed",
     "ours_over_unsloth_packed": "unsloth_packed",
     "ours_over_unsloth_padded": "unsloth_padded",
@@ -53,7 +54,7 @@ def summary(cell: dict[str, Any], variant: str) -> dict[str, Any] | None:
     return {
         "setting": runs[0]["setting"],
         "tokens_per_second": [one["tokens_per_second"] for one in runs],
-        "tflops": statistics.fmean(one["tflops"] for one in runs),
+        "tflops": statistics.fmean(one["tflops"] for one in runs) if runs[0]["tflops"] else None,
         "step_seconds": protocol.summarize([one["step_seconds"] for one in runs]).to_dict(),
         "step_seconds_ci95_within": [within(one["step_seconds"]) for one in runs],
         "peak_memory_gib": max((one["peak_memory_gib"] for one in runs if one["peak_memory_gib"]), default=None),
@@ -92,9 +93,11 @@ def line(one: dict[str, Any]) -> str:
         return f"{one['error']}: {' | '.join(one['output'][-3:])}"
     memory = f"{one['peak_memory_gib']:.1f} GiB" if one["peak_memory_gib"] else "CPU"
     setting = one["setting"]
+    speed = f"{one['tflops']:.1f} TFLOP/s, " if one["tflops"] else ""
     return (
-        f"{one['tokens_per_second']:,.0f} tokens/s, {one['tflops']:.1f} TFLOP/s, {memory}, first step after "
+        f"{one['tokens_per_second']:,.0f} tokens/s, {speed}{memory}, first step after "
         f"{one['first_step_seconds']:.0f} s, {setting['batch']} x {setting['length']}, loss {one['losses'][-1]:.3f}"
+        f"{'; packs: ' + one['packs']['reason'] if one.get('packs') else ''}"
     )
 
 

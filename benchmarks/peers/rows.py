@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-ROWS = {"real": 6000, "2048": 1200, "4096": 700, "16384": 200, "short": 400} | dict.fromkeys(
+ROWS = {"own": 4000, "real": 6000, "2048": 1200, "4096": 700, "16384": 200, "short": 400} | dict.fromkeys(
     ("32768", "65536", "131072", "262144", "327680"), 6
 )
 MU, SIGMA, SHORTEST = 6.0, 0.8, 32  # of the lognormal lengths: a median of 403 tokens, a mean of 550
@@ -16,7 +16,8 @@ TRIES = 40
 
 def build(file: Path, kind: str, longest: int, tokenizer: Any, corpus: Path) -> dict[str, float]:
     """Write JSON lines of {"text"} whose rows, with the end token that each stack adds, have the lengths of `kind`:
-    lognormal for "real" and "short", else `longest` each. Returns rows, tokens and squared_over_tokens.
+    lognormal for "real" and "short", those of the corpus for "own", else `longest` each. Returns rows, tokens and
+    squared_over_tokens.
 
     A text is a piece of the corpus that is encoded to exactly as many tokens again; pieces that are not are passed
     over.
@@ -24,12 +25,14 @@ def build(file: Path, kind: str, longest: int, tokenizer: Any, corpus: Path) -> 
     about = file.with_suffix(".json")
     if about.is_file():
         return json.loads(about.read_text())
-    texts = (" ".join(map(str, json.loads(line).values())) for line in corpus.read_text(encoding="utf-8").splitlines())
+    texts = [" ".join(map(str, json.loads(line).values())) for line in corpus.read_text(encoding="utf-8").splitlines()]
+    own = texts[: ROWS[kind]] if kind == "own" else []
+    lengths = [min(longest, len(ids) + 1) for ids in tokenizer(own, add_special_tokens=False)["input_ids"] if own]
     ids = tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"]
     generator = random.Random(7)
-    lengths = []
     with file.open("w", encoding="utf-8") as out:
-        for _ in range(ROWS[kind]):
+        out.writelines(json.dumps({"text": text}) + "\n" for text in own)
+        for _ in range(0 if own else ROWS[kind]):
             length = longest
             if kind in ("real", "short"):
                 drawn = int(generator.lognormvariate(MU if kind == "real" else 3.0, SIGMA))
