@@ -6,6 +6,7 @@ after the data has been prepared.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
 from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
-from finetune.engine.model import loaded_weights
+from finetune.engine.model import adapters, loaded_weights
 from finetune.engine.model.tokenizer_loading import set_padding
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
@@ -62,6 +63,14 @@ def model_arguments(args: trl.SFTConfig) -> JsonObject:
     """A copy of `model_init_kwargs`."""
     given = args.model_init_kwargs
     return dict(given) if isinstance(given, dict) else {}
+
+
+def without_effectless(model: Model, peft_config: PeftConfig | None) -> PeftConfig | None:
+    """The adapter without the layers that one of a configuration leaves out."""
+    given: Any = copy.copy(peft_config)
+    if hasattr(given, "exclude_modules"):
+        given.exclude_modules = adapters.excluded_modules(model, given.target_modules, given.exclude_modules)
+    return given
 
 
 def load_sharded(

@@ -136,7 +136,7 @@ class SFTTrainer(JobTrainer):
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded, peft_config = backbone.load(model, given, STACK, quantization_config, peft_config, OVERRIDES)
-        peft_config = former.adapter_to_add(loaded, peft_config)
+        peft_config = backbone.without_effectless(loaded, former.adapter_to_add(loaded, peft_config))
         refusals.check_model(loaded, peft_config, given)
         layers = self._layer_kernels(backbone.model_stack(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)

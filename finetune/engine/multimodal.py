@@ -111,8 +111,8 @@ def prepare(model: Model) -> None:
 
 
 def excluding_towers(
-    model: Model, given: Sequence[str] | str | None, further: Sequence[str] = ()
-) -> Sequence[str] | str | None:
+    model: Model, given: Collection[str] | str | None, further: Sequence[str] = ()
+) -> Collection[str] | str | None:
     """PEFT's `exclude_modules`, with the towers and `further` modules, which may be in every layer.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,24 @@ def adapter_arguments(model: Any, config: Config) -> JsonObject:
     lora = config.lora
     names = ("r", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "bias")
     targets = adapter_target_modules(config)
-    unreachable = adapter_targets.read_past_adapters(model) if targets == "all-linear" else []
-    if unreachable:
-        kinds = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in unreachable))
-        print_line(f"all-linear leaves out {kinds}: kernels of these layers read the weights past an adapter")
-    excluded = multimodal.excluding_towers(model, lora.adapter_kwargs.get("exclude_modules"), unreachable)
+    excluded = excluded_modules(model, targets, lora.adapter_kwargs.get("exclude_modules"))
     return (
         {name: getattr(lora, name) for name in names}
         | expert_targets.resolve(model, config, targets)
         | lora.adapter_kwargs
         | ({"exclude_modules": excluded} if excluded else {})
     )
+
+
+def excluded_modules(model: Any, targets: Collection[str] | str | None, given: Any) -> Any:
+    """PEFT's `exclude_modules` of a new adapter on these targets: those that are given, towers, and layers on which it
+    has no effect, which are printed."""
+    chosen = expert_targets.matches("(?s).*" if targets == "all-linear" else targets or ())
+    unreachable = list(filter(chosen, adapter_targets.read_past_adapters(model)))
+    if unreachable:
+        kinds = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in unreachable))
+        print_line(f"The adapter leaves out {kinds}: kernels of these layers read the weights past an adapter")
+    return multimodal.excluding_towers(model, given, unreachable)
 
 
 def adapter_target_modules(config: Config) -> list[str] | str | None:

@@ -9,7 +9,7 @@ names are resolved here, into the same targets for every model and backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from difflib import get_close_matches
 from types import SimpleNamespace
 
@@ -144,7 +144,7 @@ def names_stacked(path: str, targets: Sequence[str] | str) -> bool:
     return any(_is_named(path, name, targets) for name in names)
 
 
-def matches(targets: Sequence[str] | str) -> Callable[[str], bool]:
+def matches(targets: Collection[str] | str) -> Callable[[str], bool]:
     """Whether a name is selected as PEFT selects modules: by a list of endings, or a regular expression."""
     if isinstance(targets, str):
         pattern = re.compile(targets)
