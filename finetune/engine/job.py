@@ -263,7 +263,7 @@ def choose_attention(
     Raises:
         UserError: a kernel is wanted that this run cannot use.
     """
-    from finetune.engine.kernels import attention, by_document, context_attention
+    from finetune.engine.kernels import attention, context_attention
 
     own = str(loaded.config.get_text_config()._attn_implementation)
     if stack.device == "cpu":
@@ -281,7 +281,7 @@ def choose_attention(
         documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
         found = context_attention.own_shapes(attention.shapes(loaded, lengths, dtype), context.size)
         return attention.choose(wanted, found, stack.torch_device, documents)
-    if own in (context_attention.NAME, by_document.NAME):  # on a CPU
+    if own == context_attention.NAME:  # on a CPU
         own = "sdpa"
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")

@@ -25,7 +25,7 @@ def main() -> int:
     import torch
 
     from finetune.data.collate import collate
-    from finetune.engine.kernels import attention
+    from finetune.engine.kernels import by_document
     from finetune.engine.model import loading as models
     from finetune.engine.model import packing
 
@@ -53,10 +53,8 @@ def main() -> int:
         batch = collate(rows, pad_token_id=0, pack_length=pack_length)
         lengths = batch.pop("packed_seq_lengths", None)
         inputs = {name: tensor.to(stack.device) for name, tensor in batch.items()}
-        if lengths is not None and backend == "unsloth":
-            inputs["packed_seq_lengths"] = lengths
-        elif lengths is not None and model.config._attn_implementation == attention.PACKED:
-            inputs |= attention.batch_arguments(lengths, stack.torch_device)
+        if lengths is not None:
+            inputs |= by_document.arguments_of_pack(model, backend)(lengths, stack.torch_device)
         model.train()
         on_gpu = torch.device(stack.device).type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):  # as the trainer calls it

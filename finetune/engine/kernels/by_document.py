@@ -1,11 +1,13 @@
-"""Packs in models whose layers get no document boundaries: what carries a state (short convolutions, gated delta rules,
-Mamba) runs on each document alone, which is exact, and slower than a kernel that knows the boundaries."""
+"""Packs in models whose layers carry a state (short convolutions, gated delta rules, Mamba). They get the boundaries of
+the documents, for kernels that know them. Where there is none, a short convolution leaves out other documents' tokens,
+and the other layers run on each document alone, which is exact and slower."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +16,11 @@ from torch import nn
 from finetune.engine import multimodal
 from finetune.engine.kernels import attention, context_attention
 from finetune.engine.sharding import shard
-from finetune.errors import UserError
 from finetune.runtime.types import JsonObject, Model
 
-NAME = "finetune_by_document"  # among transformers' attention functions
+CONVOLUTION = "causal_conv1d_fn"  # in transformers' modules
 # What a layer gets about a whole row.
-_OF_ROWS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-@dataclass
-class Row:
-    """Tokens of each document of the row that a model computes; None without packs."""
-
-    lengths: list[int] | None = None
-
-    @classmethod
-    def of(cls, model: Model) -> Row:
-        """The row of a model from now on."""
-        row = cls()
-        shard.base_model(model).register_forward_pre_hook(row.note, with_kwargs=True)
-        return row
-
-    def note(self, module: nn.Module, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
-        """Forward pre-hook of a model. The backward pass may compute layers again before the next row."""
-        bounds, places = given.get("cu_seq_lens_q"), given.get("position_ids")
-        if bounds is None and places is not None and places.shape[-2] == 1 and given.get("past_key_values") is None:
-            starts = (places.reshape(-1, places.shape[-1])[0] == 0).nonzero()[:, 0]
-            bounds = torch.cat([starts, starts.new_tensor([places.shape[-1]])])
-        lengths = [] if bounds is None else bounds.diff().tolist()
-        self.lengths = lengths if len(lengths) > 1 else None
-        return args, given
+_OF_ROWS = "attention_mask packed_seq_lengths seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
 
 
 def recurrent_layers(model: Model) -> dict[str, nn.Module]:
@@ -56,40 +33,100 @@ def recurrent_layers(model: Model) -> dict[str, nn.Module]:
     }
 
 
+def carries_state(model: Model) -> str | None:
+    """That a model has such layers, as a reason; None if it has none."""
+    layer = next(iter(recurrent_layers(model).values()), None)
+    return layer and f"{type(layer).__name__} carries a state from each token to the next"
+
+
+def arguments_of_pack(model: Model, backend: str) -> Callable[[torch.Tensor, torch.device], JsonObject]:
+    """What a model gets with a pack beside its tokens and positions, from the documents' lengths, int32 [documents] on
+    the host: what the kernel of its attention reads, and for layers with a state the lengths, `seq_idx`, which
+    causal-conv1d and mamba-ssm read, and `cu_seq_lens_q`, which flash-linear-attention does."""
+    own = model.config.get_text_config()._attn_implementation
+    packed = own in (attention.PACKED, context_attention.NAME)
+    states = bool(recurrent_layers(model))
+
+    def arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
+        found = attention.batch_arguments(lengths, device) if packed or states else {}
+        found = found if packed else {name: found[name] for name in ("cu_seq_lens_q", "seq_idx") if states}
+        return found | ({"packed_seq_lengths": lengths} if states or backend == "unsloth" and not packed else {})
+
+    return arguments
+
+
+def separate_convolutions(model: Model) -> bool:
+    """Keep documents apart in the short convolutions of transformers' layers where no kernel does. False if the model
+    has none that get the boundaries."""
+    changed = False
+    for layer in recurrent_layers(model).values():
+        names = inspect.unwrap(type(layer).forward).__globals__
+        own = names.get(CONVOLUTION)
+        if own is not None and not isinstance(own, functools.partial):
+            names[CONVOLUTION], changed = functools.partial(_convolution, own), True
+    return changed
+
+
+def _convolution(
+    own: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: torch.Tensor | None = None,
+    **further: Any,
+) -> torch.Tensor:
+    """A causal convolution of each channel, [rows, channels, tokens] by [channels, width], within the documents of
+    `seq_idx`; transformers' `own` without it."""
+    if seq_idx is None:
+        return own(hidden_states, weight, bias, activation=activation, **further)
+    from transformers.activations import ACT2FN
+
+    before = weight.shape[1] - 1
+    taps = nn.functional.pad(hidden_states, (before, 0)).unfold(2, before + 1, 1)
+    other = nn.functional.pad(seq_idx, (before, 0), value=-1).unfold(1, before + 1, 1) != seq_idx[..., None]
+    found = torch.einsum("rctw,cw->rct", taps.masked_fill(other[:, None], 0).to(weight.dtype), weight)
+    found = found if bias is None else found + bias[:, None]
+    return (found if activation is None else ACT2FN[activation](found)).to(hidden_states.dtype)
+
+
 def separate_recurrent(model: Model) -> bool:
     """Compute recurrent layers one document after another. False if the model has none."""
+    row: list[int] = []  # tokens of each document of the row that the model computes; empty without packs
+
+    def note(module: nn.Module, args: tuple, given: JsonObject) -> None:
+        # The backward pass may compute layers again before the next row.
+        row[:] = [] if (lengths := given.get("packed_seq_lengths")) is None else lengths.tolist()
+
     layers = recurrent_layers(model)
-    if layers:
-        row = Row.of(model)
-        for layer in layers.values():
-            layer.forward = _each_document(row, layer.forward)
+    shard.base_model(model).register_forward_pre_hook(note, with_kwargs=True)
+    for layer in layers.values():
+        layer.forward = _each_document(row, layer.forward)
     return bool(layers)
 
 
-def _each_document(row: Row, whole: Callable[..., Any]) -> Callable[..., Any]:
+def _each_document(row: list[int], whole: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer over the documents of a row. Those of similar length run side by side, padded behind their
     last tokens, which none before them sees."""
 
     def forward(*args: Any, **given: Any) -> Any:
-        if row.lengths is None:
+        if len(row) < 2:
             return whole(*args, **given)
-        given = {name: value for name, value in given.items() if name not in _OF_ROWS}
-        if "attention_mask" in given:
-            given["attention_mask"] = None
-        ends = list(itertools.accumulate(row.lengths))
+        given = {name: None if name in _OF_ROWS else value for name, value in given.items()}
+        ends = list(itertools.accumulate(row))
         outputs: dict[int, torch.Tensor] = {}
         further: Sequence[Any] = ()
-        for group in _groups(row.lengths):
+        for group in _groups(row):
 
             def part(value: Any, spans: Sequence[slice]) -> Any:
                 if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, ends[-1]):
                     return value
                 return nn.utils.rnn.pad_sequence([value[0, one] for one in spans], batch_first=True)
 
-            own = [slice(ends[one] - row.lengths[one], ends[one]) for one in group]
+            own = [slice(ends[one] - row[one], ends[one]) for one in group]
             found = whole(*(part(one, own) for one in args), **{name: part(one, own) for name, one in given.items()})
             found, *further = [found] if isinstance(found, torch.Tensor) else found
-            outputs |= {one: found[place, : row.lengths[one]] for place, one in enumerate(group)}
+            outputs |= {one: found[place, : row[one]] for place, one in enumerate(group)}
         joined = torch.cat([outputs[one] for one in range(len(ends))])[None]
         return (joined, *further) if further else joined
 
@@ -107,49 +144,26 @@ def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
     yield group
 
 
-def separate_attention(model: Model) -> bool:
-    """Compute the attention of a transformers model whose mask does not tell documents apart one document after
-    another. False if that needs more than SDPA."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def give_masks(model: Model) -> bool:
+    """Give the decoder of a transformers model the masks that it would make if it passed on the positions of a pack
+    (Granite 4, Qwen2-VL, OPT), and leave the kernel for packs, whose boundaries it may not pass on (Nemotron). False
+    if its attention needs more than masks."""
+    from transformers.masking_utils import create_masks_for_generate
 
     base = shard.base_model(model)
-    if base.config._attn_implementation != "sdpa" or attention.why_not_computed(model) is not None:
+    own = base.config._attn_implementation
+    if own not in ("sdpa", "eager", attention.PACKED) or attention.why_not_computed(model):
         return False
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _document_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    row = Row.of(model)
-    for module in multimodal.outside_towers(model).values():
-        if hasattr(module, "is_causal"):
-            module.row_of_documents = row  # type: ignore[assignment]
-    base.set_attn_implementation(NAME)
-    return True
+    base.set_attn_implementation("sdpa" if own == attention.PACKED else own)
 
-
-def _document_attention(module: nn.Module, *layer: Any, **given: Any) -> tuple[torch.Tensor, None]:
-    """As `attention.packed_attention`, on a row of `Row`."""
-    row: Any = getattr(module, "row_of_documents", None)
-    query, key, value, mask = layer
-    if row is None or row.lengths is None:
-        return attention.packed_attention(module, query, key, value, mask, **given)
-    if (found := attention.found_in_call(None, given)) is not None:
-        raise UserError(f"This model's attention has {found}. Set data.packing: false.")
-    given["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(row.lengths)])
-    return context_attention.document_attention(module, query, key, value, None, **given)
-
-
-def separate_positions(model: Model) -> bool:
-    """Give a model whose positions count along time, height and width (Qwen2-VL and later) those of text beside them,
-    all the same in rows of text: some find the documents of a pack in them alone. False for other models."""
-    settings = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if "mrope_section" not in settings:
-        return False
-
-    def expand(module: nn.Module, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
+    def complete(decoder: Any, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
         places = given.get("position_ids")
-        if places is not None and places.ndim == 2:
-            given = {**given, "position_ids": places[None].expand(4, *places.shape)}
-        return args, given
+        if places is None or any(given.get(name) is not None for name in ("attention_mask", "past_key_values")):
+            return args, given
+        places = places[0] if places.ndim == 3 else places  # those of text, of several
+        row = torch.empty(*places.shape, 1, dtype=model.dtype, device=places.device)
+        of_row: Any = dict(inputs_embeds=row, position_ids=places, attention_mask=None, past_key_values=None)
+        return args, given | {"attention_mask": create_masks_for_generate(config=decoder.config, **of_row)}
 
-    shard.base_model(model).register_forward_pre_hook(expand, with_kwargs=True)
+    base.get_decoder().register_forward_pre_hook(complete, with_kwargs=True)
     return True

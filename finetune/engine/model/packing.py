@@ -8,25 +8,14 @@ from dataclasses import replace
 import torch
 
 from finetune.config import Config
-from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.engine.kernels import attention, by_document, context_attention
-from finetune.engine.model import positions, trial
+from finetune.engine.model import trial
 from finetune.engine.model.load_arguments import resolve_dtype
-from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject, Model
-
-
-def why_not_tried(model: Model) -> str | None:
-    """Why a model gets no packs, whatever its layers do with them; None if they are to be tried."""
-    table = positions.limit(model)
-    if table is not None and table < MAX_PADDING_SEGMENT:
-        name = model.config.get_text_config().model_type
-        return f"{name} has a table of {table} positions, fewer than the padding of a pack may take"
-    return None
 
 
 def prepare_for_packs(model: Model, config: Config, stack: Stack) -> trial.Separation:
@@ -35,37 +24,22 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> trial.Separ
     over packs, in Unsloth's layers and in transformers' own, which keep an attention that the user has set. Every rank
     calls it.
     """
-    if (why := why_not_tried(model)) is not None:
-        return trial.Separation(leak=why)
     dtype, own = resolve_dtype(config, stack), model.config._attn_implementation
     if own == "flex_attention":
-        recurrent = [type(layer).__name__ for layer in by_document.recurrent_layers(model).values()]
-        why = f"{recurrent[0]} carries a state, and packs are not tried with flex_attention" if recurrent else None
-        return trial.Separation(
-            leak=why, proof="documents are apart in the mask of flex_attention, which was not tried"
-        )
+        proof = "documents are apart in the mask of flex_attention, which was not tried"
+        return trial.Separation(leak=by_document.carries_state(model), proof=proof)
     if stack.device == "cuda":
         _use_kernels(model, config, stack, dtype)
     found = _tried(model, dtype, stack)
-    changes = [("", by_document.separate_positions), ("recurrent layers", by_document.separate_recurrent)]
-    if config.model.attn_implementation is None and not _has_unsloths_attention(model):
-        changes += [("", _use_masks), ("attention", by_document.separate_attention)]
-    separated = []
-    for what, change in changes:
+    changes = [by_document.separate_convolutions, by_document.separate_recurrent]
+    changes.insert(2 if model.config._attn_implementation == attention.PACKED else 0, by_document.give_masks)
+    slower = ""
+    for change in changes:
         if found.leak is not None and change(model):
-            separated += [what] * bool(what)
             found = _tried(model, dtype, stack)
-    if separated and found.leak is None:
-        slower = f"{found.proof}; {' and '.join(separated)} run document by document, slower than a kernel for packs"
-        return replace(found, proof=slower)
-    return found
-
-
-def _use_masks(model: Model) -> bool:
-    """Leave the kernel for packs, where layers do not get the boundaries (Nemotron)."""
-    if packed := model.config._attn_implementation == attention.PACKED:
-        shard.base_model(model).set_attn_implementation("sdpa")
-    return packed
+            if change is by_document.separate_recurrent:
+                slower = "; recurrent layers run document by document, slower than a kernel for packs"
+    return replace(found, proof=found.proof + slower)
 
 
 def _tried(model: Model, dtype: torch.dtype, stack: Stack) -> trial.Separation:
@@ -73,13 +47,9 @@ def _tried(model: Model, dtype: torch.dtype, stack: Stack) -> trial.Separation:
     device = next(model.parameters()).device
 
     def arguments(lengths: Sequence[int]) -> JsonObject:
+        places = torch.cat([torch.arange(one) for one in lengths])[None].to(device)
         tokens = torch.tensor(lengths, dtype=torch.int32)
-        found: JsonObject = {"position_ids": torch.cat([torch.arange(one) for one in lengths])[None].to(device)}
-        if stack.backend == "unsloth":
-            found["packed_seq_lengths"] = tokens
-        elif model.config._attn_implementation == attention.PACKED:
-            found |= attention.batch_arguments(tokens, device)
-        return found
+        return {"position_ids": places} | by_document.arguments_of_pack(model, stack.backend)(tokens, device)
 
     try:
         own = trial.separation(model, dtype, arguments)
@@ -128,9 +98,7 @@ def prepare_for_shared_rows(model: Model, config: Config, stack: Stack, context:
         UserError: this model cannot.
     """
     dtype = resolve_dtype(config, stack)
-    recurrent = [type(layer).__name__ for layer in by_document.recurrent_layers(model).values()]
-    why = f"{recurrent[0]} carries a state from each token to the next" if recurrent else None
-    why = why or context_attention.why_not_shared(model, dtype)
+    why = by_document.carries_state(model) or context_attention.why_not_shared(model, dtype)
     found = trial.Separation(leak=why) if why else prepare_for_packs(model, config, stack)
     if found.leak is not None:
         raise UserError(_not_shared(found.leak, context))

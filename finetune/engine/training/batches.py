@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.layout import Layout
-from finetune.engine.kernels import attention
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject
 
@@ -55,7 +54,9 @@ def targets(inputs: JsonObject) -> torch.Tensor:
     return inputs["labels"][:, 1:] if shifted is None else shifted
 
 
-def to_device(inputs: JsonObject, device: torch.device, *, packed_kernel: bool) -> JsonObject:
+def to_device(
+    inputs: JsonObject, device: torch.device, of_pack: Callable[[torch.Tensor, torch.device], JsonObject]
+) -> JsonObject:
     """Move a micro-batch to the device without blocking, except for the document lengths.
 
     Transformers' layers get the boundaries of the documents on the device. Unsloth reads the lengths on the host: on
@@ -63,15 +64,14 @@ def to_device(inputs: JsonObject, device: torch.device, *, packed_kernel: bool) 
     host launch the forward pass while the device still works on the previous micro-batch.
 
     Args:
-        packed_kernel: transformers' layers compute attention with `attention.packed_attention`.
+        of_pack: what a pack needs beside its tokens (`by_document.arguments_of_pack`).
     """
     lengths = inputs.pop("packed_seq_lengths", None)
     moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     if lengths is None:
         return moved
-    if packed_kernel:
-        return moved | attention.batch_arguments(lengths, device)
-    return moved | {"packed_seq_lengths": HostTensor(lengths)}
+    given = of_pack(lengths, device)
+    return moved | {name: HostTensor(one) if one is lengths else one for name, one in given.items()}
 
 
 class HostTensor:

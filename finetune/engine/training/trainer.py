@@ -34,7 +34,7 @@ from finetune.engine.checkpoint import (
     tensor_files,
     tokenizer_files,
 )
-from finetune.engine.kernels import attention, context_attention
+from finetune.engine.kernels import by_document
 from finetune.engine.model import expert_load, generation_config, loaded_weights, router_loss
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.model.trial import is_fused_head_exact
@@ -140,8 +140,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.load_balancing: router_loss.LoadBalancing | None = None
         self.statistics = StepStatistics()
         self._uneven = stack.backend == "unsloth" and flash.is_enabled()
-        own_attention = model.config.get_text_config()._attn_implementation
-        self._packed_kernel = own_attention in (attention.PACKED, context_attention.NAME)
+        self._of_pack = by_document.arguments_of_pack(model, stack.backend)
         router_loss.check(model, args.router_aux_loss_coef)
         given = {id(one): one.data for one in model.parameters() if one.requires_grad}
         super().__init__(
@@ -270,13 +269,11 @@ class SFTTrainer(trl.SFTTrainer):
             batch = own_part(batch, self.context)
         if self.statistics.expert_load is None and self.load_balancing is None:
             batch.pop("document_lengths")
-        if self.stack.backend == "transformers" and not self._packed_kernel:  # it reads boundaries from position_ids
-            batch.pop("packed_seq_lengths", None)
         return batch
 
     def _prepare_inputs(self, inputs: JsonObject) -> JsonObject:
         """Move a micro-batch to the device without blocking; transformers' method blocks on each tensor."""
-        return to_device(inputs, self.args.device, packed_kernel=self._packed_kernel)
+        return to_device(inputs, self.args.device, self._of_pack)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

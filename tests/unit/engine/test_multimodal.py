@@ -15,6 +15,7 @@ from finetune import cli
 from finetune.config import load
 from finetune.data import store
 from finetune.engine import multimodal
+from finetune.engine.kernels import by_document
 from finetune.engine.model import adapters, load_errors, loading, packing
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
@@ -115,7 +116,8 @@ def test_packs_are_tried(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(3, 33)[None]
     places = torch.cat([torch.arange(12), torch.arange(18)])[None]
     with torch.no_grad():
-        packed = model(input_ids=ids, position_ids=places, use_cache=False).logits[:, 12:]
+        given = by_document.arguments_of_pack(model, "transformers")(torch.tensor([12, 18]), torch.device("cpu"))
+        packed = model(input_ids=ids, position_ids=places, use_cache=False, **given).logits[:, 12:]
         alone = model(input_ids=ids[:, 12:]).logits
     assert torch.allclose(packed, alone, atol=1e-5)
 

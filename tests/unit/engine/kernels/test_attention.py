@@ -356,7 +356,15 @@ def test_the_switch_keeps_the_signature_that_unsloth_reads() -> None:
 def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
     monkeypatch: pytest.MonkeyPatch, whose: str, words: list[str], packed: bool
 ) -> None:
+    """The trial gets what the layers read in training: the kernel's boundaries, or lengths for Unsloth's."""
+    from finetune.engine.model import trial
     from finetune.engine.model.packing import prepare_for_packs
+
+    tried: list[dict[str, Any]] = []
+
+    def separation(model: Any, dtype: torch.dtype, arguments: Any) -> trial.Separation:
+        tried.append(arguments([3, 5]))
+        return trial.Separation(leak=None)
 
     def forward(*given: Any, **named: Any) -> None: ...
 
@@ -374,8 +382,12 @@ def test_adapters_on_unsloth_need_no_mask_where_transformers_attends(
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
     words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16", *words]
     stack: Any = types.SimpleNamespace(device="cuda", backend="unsloth")
+    monkeypatch.setattr(trial, "separation", separation)
     prepare_for_packs(model, load(words, command="train"), stack)
     assert (model.config._attn_implementation == attention.PACKED) is packed
+    (given,) = tried
+    assert given.pop("position_ids").tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert (list(given) == ["packed_seq_lengths"]) is not packed and ("cu_seq_lens_q" in given) is packed
 
 
 def test_the_record_names_a_kernel_that_was_called() -> None:

@@ -185,7 +185,7 @@ def test_shared_rows_are_as_each_document_alone(
         batch = collate(rows, pad_token_id=0, pack_length=pack_length, multiple=ranks * MULTIPLE)
         batch = own_part(batch, group)
         batch.pop("document_lengths")
-        inputs = to_device(batch, torch.device("cpu"), packed_kernel=True)
+        inputs = to_device(batch, torch.device("cpu"), attention.batch_arguments)
         own, outputs = loss_of_part(copies[part], inputs, total)
         own.backward()
         found = token_statistics.from_outputs(outputs, targets(inputs))
@@ -222,7 +222,7 @@ def test_a_stand_in_computes_as_much_as_each_rank(
         batch = collate(rows, pad_token_id=0, pack_length=64, multiple=ranks * MULTIPLE)
         batch = own_part(batch, group)
         batch.pop("document_lengths")
-        inputs = to_device(batch, torch.device("cpu"), packed_kernel=True)
+        inputs = to_device(batch, torch.device("cpu"), attention.batch_arguments)
         loss_of_part(one, inputs, torch.tensor(1))[0].backward()
         return int((inputs["shift_labels"] != -100).sum())
 

@@ -120,7 +120,3 @@ def test_models_that_do_not_separate_packed_documents_are_not_packed(
     with torch.no_grad():
         packed, alone = model(ids, position_ids=places, use_cache=False), model(ids[:, 8:], use_cache=False)
     assert torch.allclose(packed.logits[:, 8:], alone.logits, atol=1e-5) == separates
-
-
-def test_a_table_shorter_than_the_padding_of_a_pack_is_not_packed() -> None:
-    assert "table of 40 positions" in str(packing.why_not_tried(made("GPT2Config")))
