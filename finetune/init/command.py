@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
     for command in commands.values():
         print_line(f"  {command}")
     if options.json:
-        found = {"file": str(options.file), "machine": detect.facts(machine), "commands": commands}
+        found = {"file": str(options.file), "commands": commands}
         write_json(options.json, found | {"model": vars(model), "rows": _describe_rows(rows), "method": method})
     return DONE
 

@@ -19,7 +19,6 @@ from finetune.errors import UserError
 from finetune.measure import held
 from finetune.runtime import files
 from finetune.runtime.machine.hardware import Hardware
-from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 # The share of the rows to hold out, by their number: each is drawn by itself, so that of few rows it may be none.
@@ -190,8 +189,3 @@ def machine_in_words(machine: Hardware) -> str:
         return f"no GPU: runs use the CPU ({counted(machine.cpu_cores, 'core')}, {machine.ram_gib:.0f} GiB of memory)"
     each = " each" if machine.count > 1 else ""
     return f"{machine.count} x {machine.name}, {machine.memory_gib or 0:.0f} GiB{each}"
-
-
-def facts(machine: Hardware) -> JsonObject:
-    """The machine for JSON."""
-    return {"device": machine.device, "name": machine.name, "gpus": machine.count, "memory_gib": machine.memory_gib}

@@ -97,6 +97,11 @@ def prepare(config: Config, batch: Batch, dtype: str, weights: str) -> StartPoin
     """
     output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
     found: ResumePoint = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "checkpoint")
+    if found.path is not None and not (found.path / "scheduler.pt").is_file():
+        raise UserError(
+            f"{found.path} has no state to resume from (training.save_only_model). To start anew from its weights, set "
+            f"model.model_name_or_path: {found.path}, and for an adapter lora.continue_adapter: true."
+        )
     base = _once_per_machine(lambda: base_model(config), "base model")
     if found.path is not None and config.training.master_weights == "auto":
         weights = found.manifest["settings"].get("training.master_weights", weights)

@@ -424,6 +424,13 @@ def test_no_more_checkpoints_are_kept_than_asked_for(runs: Runs, tmp_path: Path)
     assert [path.name for path in checkpoints.checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-5"]
 
 
+def test_weights_alone_are_not_resumed(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--training.max_steps", "1", "--training.save_only_model", "true")
+    runs(tmp_path / "out", *given)
+    runs(tmp_path / "out", *given, *RESUME, code=2)
+    assert "checkpoint-1 has no state to resume from (training.save_only_model)" in capsys.readouterr().err
+
+
 def test_resumed_by_path_the_new_checkpoint_stays(runs: Runs, out: Path) -> None:
     """From checkpoint-2 beside 4 and 6, with room for one: the new ones, and the one resumed from."""
     (out / FINAL).unlink()
