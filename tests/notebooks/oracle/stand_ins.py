@@ -19,6 +19,7 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -312,10 +313,9 @@ def _replace_models(folder: str) -> None:
     def model(pretrained_model_name_or_path: object = None, *_: object, **given: object) -> Any:
         if today and (former := sorted(FORMER & given.keys())):
             raise TypeError(f"from_pretrained() got an unexpected keyword argument {former[0]!r}")
+        with_report = given.pop("output_loading_info", False)  # the package asks for it
         found = tiny_model(loading(pretrained_model_name_or_path, given))
-        if given.get("output_loading_info"):
-            return found, {}
-        return found
+        return (found, {"missing_keys": set(), "unexpected_keys": set()}) if with_report else found
 
     transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
     transformers.AutoProcessor.from_pretrained = staticmethod(tokenizer)
@@ -324,7 +324,7 @@ def _replace_models(folder: str) -> None:
     for kind in [auto_factory._BaseAutoModelClass, *vars(modeling).values()]:
         if isinstance(kind, type) and issubclass(kind, auto_factory._BaseAutoModelClass):
             kind.from_pretrained = staticmethod(model)
-    transformers.PreTrainedModel.from_pretrained = staticmethod(model)
+    transformers.PreTrainedModel.from_pretrained = classmethod(lambda cls, *given, **named: model(*given, **named))
     base = transformers.PreTrainedTokenizerBase
     original = base.from_pretrained.__func__
 
@@ -498,7 +498,7 @@ def loading(name: object, given: Values) -> Values:
 # Arguments of a loader that change no number of the training, or next to none.
 _NEUTRAL = frozenset(
     "full_finetuning use_cache low_cpu_mem_usage cache_dir return_dict use_safetensors local_files_only offload_folder"
-    " offload_state_dict force_download use_gradient_checkpointing random_state output_loading_info offload_embedding"
+    " offload_state_dict force_download use_gradient_checkpointing random_state offload_embedding"
     " tokenizer_name load_in_fp8 float8_kv_cache fast_inference gpu_memory_utilization disable_log_stats max_lora_rank"
     " unsloth_tiled_mlp use_exact_model_name".split()
 )
@@ -711,7 +711,8 @@ def rows(count: int = ROWS, source: object = None) -> list[Values]:
     """Rows with the columns that are known so far. `source`: what was asked for; rows of two sources differ."""
     asked.append(source)
     chosen = columns or {"row_number": "number"}
-    tag = "" if source is None else f" {zlib.crc32(repr(source).encode()) % 9973}"
+    place = re.sub(r"//[^/@]*@", "//", repr(source))  # a script has no password of the notebook's
+    tag = "" if source is None else f" {zlib.crc32(place.encode()) % 9973}"
     return [{name: _value(name, kind, row, tag) for name, kind in chosen.items()} for row in range(count)]
 
 
@@ -1059,6 +1060,8 @@ def _replace_config(kind: Any, defaults: Values, renamed: Mapping[str, str] | No
             given = {renamed.get(key, key): value for key, value in given.items()}
             if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
                 given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
+            if given.pop("group_by_length", False) and not given.get("packing"):  # packs have one length
+                given["train_sampling_strategy"] = "group_by_length"
             given = {key: value for key, value in given.items() if key in parameters}
         if "fp16" in given:
             record["fp16"] = bool(given["fp16"] or record.get("fp16"))  # a copy is made without it

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 from trl import SFTConfig, SFTTrainer
 model, tokenizer = FastLanguageModel.from_pretrained("acme/m", max_seq_length=512)
 model = FastLanguageModel.get_peft_model(model, r=8)
-rows = load_dataset("acme/notes", split="train").map(lambda row: tokenizer(row["note"]))
+rows = load_dataset("acme/notes", split="train").map(lambda row: tokenizer(row["note"], truncation=True, max_length=512))
 trainer = SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(output_dir="o", max_length=512))
 trainer.train()
 # %%
