@@ -11,12 +11,12 @@ import ast
 import copy
 import re
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from finetune.config.arguments import CONFIG, TRAINER, former_names
 from finetune.convert.analysis.classify import not_trainers, trainings
 from finetune.convert.analysis.environment import MODEL_FLAGS
-from finetune.convert.analysis.names import calls, effects, method, root
+from finetune.convert.analysis.names import calls, dotted_imports, effects, method, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.convert.script import rewrite as code
@@ -34,9 +34,6 @@ class NotVerified(Exception):
     def __init__(self, check: str, reason: str):
         super().__init__(check, reason)
         self.check, self.reason = check, reason
-
-    def __str__(self) -> str:
-        return f"{self.check}: {self.reason}"
 
 
 def verify(notebook: Notebook, conversion: Conversion) -> dict[str, str]:
@@ -92,6 +89,7 @@ def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
     with all that is the notebook's; what is left out is not needed. Raises NotVerified."""
     tree = ast.parse(conversion.script)
     present = Counter(_text(node) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    imports = dotted_imports(one.node for one in notebook.statements)
     for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
         source = {"kept": statement.source, "rewritten": entry.get("becomes", "")}.get(entry["outcome"], "")
         for node in ast.parse(source).body:
@@ -102,13 +100,13 @@ def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
             present[_text(node)] -= 1
     for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
         if entry["outcome"] == "rewritten" and not _REPLACES.search(entry["reason"]):
-            _lacks_nothing(statement, entry)
+            _lacks_nothing(statement, entry, imports)
     _binds_nothing_needed(notebook, conversion)
 
 
 # Reasons to rewrite more than arguments.
 _REPLACES = re.compile(
-    "secrets come from|account or|^display|model is not tried|packages are installed|the launcher |`tokenizer` is `proc"
+    "secrets come from|^display|model is not tried|packages are installed|the launcher |`tokenizer` is `proc"
 )
 _OF_DEVICES = re.compile(
     r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"
@@ -117,27 +115,45 @@ _LOADER = {*"device_map max_memory token use_auth_token resume_download use_flas
 _RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"})
 
 
-def _lacks_nothing(statement: Statement, entry: JsonObject) -> None:
+def _lacks_nothing(statement: Statement, entry: JsonObject, imports: Mapping[str, str]) -> None:
     """A rewritten statement has the notebook's names, constants and arguments, but for arguments that may change."""
     renamed = former_names(CONFIG) | former_names(TRAINER)
     free = {*CHANGED_ARGUMENTS, *_LOADER, *(name for name, now in renamed.items() if not now), None}
     free |= set(re.findall(r"`(\w+)` is left out", entry["reason"]))
     free -= set() if "quantization_config" in entry["becomes"] else {"load_in_4bit", "load_in_8bit"}
-    missing = (_parts(statement.source, free) - _parts(entry["becomes"], free)).keys() - _RENAMED
+    tree = ast.parse(statement.source)
+    accounts = _of_accounts(tree, imports) if "account or service" in entry["reason"] else frozenset[ast.AST]()
+    parts = _parts(tree, free, accounts) - _parts(ast.parse(entry["becomes"]), free)
+    missing = parts.keys() - _RENAMED
     if "each rank has its own device" in entry["reason"]:
         missing = {part for part in missing if not _OF_DEVICES.fullmatch(part)}
     if missing:
         raise NotVerified("V4", f"cell {statement.cell}: {min(missing)[:80]} is not in `{entry['becomes'][:80]}`")
 
 
-def _parts(source: str, free: Set[str | None]) -> Counter[str]:
-    """Names, attributes, arguments by today's names, constants and operators, without these arguments."""
+def _of_accounts(tree: ast.AST, imports: Mapping[str, str]) -> set[ast.AST]:
+    """The nodes of the statements inside that log in or track: `run = wandb.init()`, `run.log(values)`."""
+    found = {
+        one: one.value.func
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Expr | ast.Assign) and isinstance(one.value, ast.Call)
+    }
+    logs = [one for one, func in found.items() if _LOGS.search(f"{imports.get(str(root(func)))} {ast.unparse(func)}")]
+    made = tuple(f"{ast.unparse(target)}." for one in logs if isinstance(one, ast.Assign) for target in one.targets)
+    logs += [one for one in found if ast.unparse(one).startswith(made)]
+    return {inner for one in logs for inner in ast.walk(one)}
+
+
+_LOGS = re.compile(r"\b(wandb|mlflow|comet_ml|trackio|neptune|\w*login)\b")
+
+
+def _parts(tree: ast.AST, free: Set[str | None], skipped: Set[ast.AST] = frozenset()) -> Counter[str]:
+    """Names, attributes, arguments by today's names, constants and operators, without these arguments and nodes."""
     renamed = former_names(CONFIG) | former_names(TRAINER)
-    tree = ast.parse(source)
     left_out = {inner for call in calls(tree) for item in call.keywords if item.arg in free for inner in ast.walk(item)}
     found: Counter[str] = Counter()
     for node in ast.walk(tree):
-        if node in left_out:
+        if node in left_out or node in skipped:
             continue
         if isinstance(node, ast.Name):
             found[node.id] += 1

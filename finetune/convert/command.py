@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError, describe
-from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_line, printable, run_with_options
+from finetune.runtime.command import BAD_INPUT, DONE, FAILED, print_line, printable, run_with_options
 from finetune.runtime.options import Options, path
 from finetune.runtime.types import JsonObject
 
@@ -33,7 +32,6 @@ class Outcome:
 
     notebook: str
     result: str
-    seconds: float = 0.0
     code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 for a failed verification
     cell: int | None = None
     reason: str = ""
@@ -45,8 +43,7 @@ class Outcome:
         return EXIT_CODES[self.result]
 
     def to_dict(self) -> JsonObject:
-        found = {key: getattr(self, key) for key in ("notebook", "result", "exit_code", "code", "cell", "reason")}
-        return found | {"seconds": round(self.seconds, 3)}
+        return {key: getattr(self, key) for key in ("notebook", "result", "exit_code", "code", "cell", "reason")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +69,7 @@ def own_options() -> Options:
     )
     found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or a .py export of one")
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
-    found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
+    found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a line for each")
     found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
@@ -85,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     ruff()  # without it nothing can be written
     if options.check is not None:
         return _check(options)
-    outcome = convert(options.notebook)
+    outcome = convert(options.notebook, options.out)
     files: list[Path] = []
     if outcome.conversion is not None:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
@@ -95,24 +92,23 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def convert(path: Path) -> Outcome:
+def convert(path: Path, out: Path | None = None) -> Outcome:
     """Convert one notebook in memory and verify it; nothing of it runs. Problems with the notebook become the outcome,
-    not exceptions."""
+    not exceptions. `out`: the folder of the script, which may have the modules that it imports."""
     from finetune.redact import redact
 
-    start = time.perf_counter()
-    found = _outcome(path)
-    return replace(found, seconds=time.perf_counter() - start, reason=redact(found.reason))
+    found = _outcome(path, out)
+    return replace(found, reason=redact(found.reason))
 
 
-def _outcome(path: Path) -> Outcome:
+def _outcome(path: Path, out: Path | None) -> Outcome:
     from finetune.convert.checks import NotVerified
     from finetune.convert.notebook.read import Refusal
     from finetune.runtime.machine import disk
 
     outcome = partial(Outcome, notebook=str(path))
     try:
-        return outcome(result="converted", conversion=_verified(path))
+        return outcome(result="converted", conversion=_verified(path, out))
     except Refusal as refusal:
         return outcome(result="refused", code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
@@ -137,19 +133,19 @@ def _unforeseen(error: Exception) -> str:
     )
 
 
-def _verified(path: Path) -> Conversion:
+def _verified(path: Path, out: Path | None) -> Conversion:
     """The conversion, after all checks."""
     from finetune.convert.checks import NotVerified, verify
 
-    notebook, conversion = steps(path)
+    notebook, conversion = steps(path, out)
     checks = verify(notebook, conversion)
-    if steps(path)[1] != conversion:
+    if steps(path, out)[1] != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
     conversion.report["verification"] = checks | {"V6": "passed"}
     return conversion
 
 
-def steps(path: Path) -> tuple[Notebook, Conversion]:
+def steps(path: Path, out: Path | None = None) -> tuple[Notebook, Conversion]:
     """Read, classify and write. Returns the notebook and the unverified conversion."""
     from finetune.convert.analysis.classify import refuse_by_kind
     from finetune.convert.analysis.names import Program
@@ -162,10 +158,11 @@ def steps(path: Path) -> tuple[Notebook, Conversion]:
     notes += save_what_is_pushed(notebook)
     program = Program(notebook.live)
     refuse_by_kind(notebook, program)
-    own = own_modules(notebook, path.parent)
+    folders = [*([] if out is None else [out]), path.parent]
+    own = own_modules(notebook, folders)
     conversion = write(notebook, program, notes, own)
     conversion.report["notes"] += note_variables(notebook, conversion.script)
-    conversion.report["notes"] += check_modules(notebook, path.parent, conversion.script, own)
+    conversion.report["notes"] += check_modules(notebook, folders, conversion.script, own)
     return notebook, conversion
 
 
@@ -247,18 +244,30 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
         for command, what in commands:
             print_line(f"  {command.ljust(width)}  # {what}")
         return
+    sys.stderr.write(f"{_in_words(outcome)}\n")
+
+
+def _in_words(outcome: Outcome) -> str:
     cell = "" if outcome.cell is None else f", cell {outcome.cell}"
     code = f" ({outcome.code}{cell})" if outcome.code else ""
-    what = {"refused": "refused", "failed": "not written, a verification failed", "bad input": "error"}[outcome.result]
-    sys.stderr.write(printable(f"{what}{code}: {outcome.reason}\n"))
+    what = {"failed": "not written, a verification failed", "bad input": "error"}.get(outcome.result, outcome.result)
+    return printable(f"{what}{code}: {outcome.reason}").removesuffix(": ")
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Print the table for a folder. Returns 1 if a verification failed, else 0."""
-    outcomes = check_folder(options.check)
+    """Try every notebook in a folder, write nothing, and print what became of each."""
+    paths = sorted(path for path in options.check.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+    if not paths:
+        raise UserError(f"--check: no .ipynb files in {options.check}. Give a folder with notebooks.")
+    outcomes = []
+    for found in paths:
+        outcomes.append(one := convert(found))
+        print_line(f"{printable(str(found.relative_to(options.check)))}: {_in_words(one)}")
+    counts = Counter(f"{one.result} {one.code}".strip() for one in outcomes)
+    print_line(", ".join(f"{number} {what}" for what, number in sorted(counts.items())))
     if options.json:
-        _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
-    return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
+        _write_json(options.json, {"notebooks": [one.to_dict() for one in outcomes]})
+    return FAILED if any(one.result == "failed" for one in outcomes) else DONE
 
 
 def _write_json(path: Path, value: JsonObject) -> None:
@@ -266,26 +275,3 @@ def _write_json(path: Path, value: JsonObject) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, value)
-
-
-def check_folder(folder: Path) -> list[Outcome]:
-    """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    if not folder.is_dir():
-        raise UserError(f"--check is not a folder: {folder}. Give a folder with notebooks.")
-    paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
-    if not paths:
-        raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
-    outcomes = [convert(path) for path in paths]
-    table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
-    for outcome in outcomes:
-        cell = "" if outcome.cell is None else f"cell {outcome.cell}: "
-        code = f"{outcome.result} {outcome.code}".strip()
-        name = printable(str(Path(outcome.notebook).relative_to(folder)))
-        table.add_row(escape(name), code, escape(cell + printable(outcome.reason)), f"{outcome.seconds:.2f}")
-    console().print(table)
-    counts = Counter(f"{outcome.result} {outcome.code}".strip() for outcome in outcomes)
-    console().print(", ".join(f"{number} {what}" for what, number in sorted(counts.items())))
-    return outcomes

@@ -233,11 +233,6 @@ def matches(kind: str, dotted: str) -> bool:
     return _pattern(kind).fullmatch(dotted) is not None
 
 
-def pattern(kind: str) -> str:
-    """The regular expression that `matches` compares with."""
-    return _pattern(kind).pattern
-
-
 @cache
 def known_packages() -> frozenset[str]:
     """Top-level names of packages that a notebook may import."""

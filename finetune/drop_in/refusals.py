@@ -181,7 +181,8 @@ def check_dataset(rows: object, name: str, *, skips_preparation: bool, assistant
             "the same steps. Load it without `streaming=True`, or write it with `Dataset.from_generator`."
         )
     if not isinstance(rows, datasets.Dataset):
-        raise TypeError(f"`{name}` must be a `Dataset` (`Dataset.from_list(rows)`), got `{type(rows).__name__}`.")
+        made = "`Dataset.from_list([rows[n] for n in range(len(rows))])`"  # also of a torch Dataset
+        raise TypeError(f"`{name}` must be a `Dataset` of datasets, got `{type(rows).__name__}`. Give it {made}.")
     if rows.format["type"] == "custom" and not skips_preparation:
         raise Refused(
             f"`{name}` uses `Dataset.with_transform()`, whose rows may differ on each reading. Make the transform "
@@ -235,8 +236,8 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
     """Check the model and its adapter.
 
     Raises:
-        Refused: the model is spread over several devices or is the base of one with an adapter, or the adapter is a
-            prompt, or one that packs would change.
+        Refused: the model is spread over several devices, quantized without an adapter, or the base of one with an
+            adapter, or the adapter is a prompt, or one that packs would change.
     """
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -251,6 +252,9 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
             "nothing could load it. Give SFTTrainer what `get_peft_model` returns."
         )
     adapters = [peft_config, *held.values()]
+    trains_quantized = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
+    if getattr(model, "is_quantized", False) and not trains_quantized and adapters == [None]:
+        raise Refused("the model is quantized and has no adapter to train. Give SFTTrainer a `peft_config`.")
     for adapter in adapters:
         if getattr(adapter, "is_prompt_learning", False):
             raise Refused(

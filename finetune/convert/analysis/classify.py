@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
-from finetune.convert.analysis.names import DEFINITIONS, Program, calls, free_names, method, root
+from finetune.convert.analysis.names import DEFINITIONS, Program, method, root
 from finetune.convert.analysis.objects import own_train_calls, plain_classes
 from finetune.convert.knowledge import matches, named
 from finetune.convert.notebook.read import Notebook, Refusal, Statement, is_dead
@@ -106,37 +106,13 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
             raise Refusal(
                 "R4",
                 f"`{ast.unparse(node)[:60]}` attaches an adapter that the conversion cannot see;"
-                " write `model = get_peft_model(model, lora_config)` (from peft) instead",
+                " write `model = get_peft_model(model, lora_config)` (from peft) instead; an older adapter of the model"
+                " must be merged before: `model = PeftModel.from_pretrained(model, older).merge_and_unload()`",
                 cell,
             )
-    _refuse_torch_rows(program)
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])
-
-
-def _refuse_torch_rows(program: Program) -> None:
-    """Refuse a trainer whose rows are a torch Dataset, a class of the notebook."""
-    kinds = {
-        node.name
-        for one in program.statements
-        if isinstance(node := one.node, ast.ClassDef)
-        and any(re.fullmatch(r"torch\.utils\.data\.(\w+\.)?\w*Dataset", program.dotted(base)) for base in node.bases)
-    }
-    for place, statement in enumerate(program.statements):
-        for call in calls(statement.node) if kinds else ():
-            if not program.dotted(call.func).endswith("SFTTrainer"):
-                continue
-            rows = [item.value for item in call.keywords if item.arg in ("train_dataset", "eval_dataset", None)]
-            names = {name for value in rows for name in free_names(value)}
-            made = program.slice(names, place)
-            used = {name for one in made for name in program.effects[one].all_reads} | names
-            if found := sorted(kinds & used):
-                reason = (
-                    f"`{found[0]}` is a torch.utils.data.Dataset, which TRL 1.15 does not take; give the trainer"
-                    " `Dataset.from_list([rows[n] for n in range(len(rows))])` (Dataset from datasets, `rows` yours)"
-                )
-                raise Refusal("R4", reason, statement.cell)
 
 
 def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:

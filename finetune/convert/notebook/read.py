@@ -31,10 +31,6 @@ class Refusal(Exception):
         super().__init__(code, reason, cell)
         self.code, self.reason, self.cell = code, reason, cell
 
-    def __str__(self) -> str:
-        cell = "" if self.cell is None else f"cell {self.cell}: "
-        return f"{self.code}: {cell}{self.reason}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shell:

@@ -174,7 +174,10 @@ def _roles(draft: Draft) -> None:
     for statement in program.statements:
         for node in ast.walk(statement.node):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                _bound_role(draft, list(target_names(node.targets[0])), node.value)
+                last = getattr(program.definition(getattr(node.value.func, "id", "")), "body", [None])[-1]
+                made = last.value if isinstance(last, ast.Return) else None  # `return X.from_pretrained(name)`
+                call = made if isinstance(made, ast.Call) else node.value
+                _bound_role(draft, list(target_names(node.targets[0])), call)
             if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
                 _given_roles(draft, node)
     draft.trained = _trained(draft)
@@ -208,7 +211,8 @@ def _given_roles(draft: Draft, call: ast.Call) -> None:
 def _refuse_unsupported(draft: Draft) -> None:
     text = "\n".join(ast.unparse(statement.node) for statement in draft.program.statements)
     quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
-    if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
+    adapted = re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text)
+    if quantized and not adapted and not draft.unsloth:  # which loads an adapter by its folder
         raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
     before = "\n".join(statement.source for statement in draft.program.statements[: draft.train + 1])
     if re.search(r"streaming\s*=\s*True", before) and not re.search(r"\bDataset\.from_|islice\(", before):
@@ -310,7 +314,8 @@ def _trained(draft: Draft) -> set[str]:
             one.id
             for node in made
             if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
-            for one in [*node.value.args[:1], *(item.value for item in node.value.keywords if item.arg == "model")]
+            for call in calls(node.value)
+            for one in [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
             if isinstance(one, ast.Name) and one.id in draft.models
         }
         if sources <= trained:

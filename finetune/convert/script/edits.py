@@ -84,7 +84,7 @@ class _Text:
     def _statements(self, old: Sequence[ast.stmt], new: Sequence[ast.stmt]) -> list[Edit]:
         """Statements of a body that stay, that a new `if` is around, that are left out, or that are new."""
         found: list[Edit] = []
-        rest, end = {(one.lineno, one.col_offset): one for one in old}, self._lines(old[0])[0]
+        rest, end = {(one.lineno, one.col_offset): one for one in old}, self._lines(old[0], alone=False)[0]
         indent = self.raw[end : end + old[0].col_offset].decode()
         unit = "\t" if "\t" in indent else "    "
         for one in new:
@@ -93,7 +93,7 @@ class _Text:
             if was is None:  # also `pass`, in place of all
                 found.append((end, end, f"{indent}{_source(one)}\n"))
                 continue
-            start, end = self._lines(was)
+            start, end = self._lines(was, alone=inner is not one)
             found += self.edits(was, inner)
             if inner is not one:
                 head = _source(one).partition("\n")[0]
@@ -108,14 +108,14 @@ class _Text:
             found.append((start, end, ""))
         return found
 
-    def _lines(self, node: ast.stmt) -> tuple[int, int]:
+    def _lines(self, node: ast.stmt, *, alone: bool = True) -> tuple[int, int]:
         """The first byte of a statement's first line and the first one behind its last. Raises _Unclear if other code
-        is on them."""
+        is on them, and it must be `alone`."""
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))]) - 1
         last = node.end_lineno or node.lineno
         start, end = self.lines[first], self.lines[last]
         rest = self.raw[self.lines[last - 1] + (node.end_col_offset or 0) : end].strip()
-        if self.raw[start : start + node.col_offset].strip() or rest and not rest.startswith(b"#"):
+        if alone and (self.raw[start : start + node.col_offset].strip() or rest and not rest.startswith(b"#")):
             raise _Unclear
         return start, end
 

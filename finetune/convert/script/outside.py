@@ -71,7 +71,7 @@ def _dependence(program: Program, call: ast.Call) -> str | None:
     if matches("service", name):
         return f"a service ({name}); call it once and save the result to a file"
     if matches("other model", name):
-        return f"another model ({name}); save what it makes to a file"
+        return f"another model ({name}); leave out what only tries it, or save what it makes to a file"
     return None
 
 

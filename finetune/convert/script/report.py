@@ -122,17 +122,6 @@ def _by_reason(pairs: Iterable[tuple[str, int]]) -> list[str]:
     return [f"{reason} (cell{'s' * (len(found) > 1)} {', '.join(found)})" for reason, found in cells.items()]
 
 
-def requirements(notebook: Notebook) -> list[str]:
-    """Package versions pinned by the notebook's installation."""
-    found = set()
-    for shell in notebook.shells:
-        if "install" in shell.text:
-            found |= set(
-                re.findall(r"(?<![\w/=.-])([A-Za-z][\w.-]*(?:\[[\w,]+\])?(?:==|>=|<=|~=|<|>)[\w.*,<>=!]+)", shell.text)
-            )
-    return sorted(found)
-
-
 def report(notebook: Notebook, name: str, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
     """The report, with the lines that matter first. `name`: the script's, without its suffix."""
     notes = _folded([scrub(note) for note in dict.fromkeys(notes)])
@@ -153,7 +142,6 @@ def report(notebook: Notebook, name: str, statements: Sequence[JsonObject], note
         "outcome": "converted",
         "next": f"finetune dryrun {name}.py",
         "notes": notes,
-        "requirements": requirements(notebook),
         "statements": list(statements),
         "not_python": shells,
     }

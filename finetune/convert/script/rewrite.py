@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from finetune.convert.analysis.changes import moves
@@ -23,7 +23,7 @@ from finetune.convert.analysis.names import (
     written_path,
 )
 from finetune.convert.knowledge import matches, named
-from finetune.convert.notebook.read import Refusal
+from finetune.convert.notebook.read import Refusal, Statement
 from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.source import expression
 
@@ -49,15 +49,16 @@ PROVIDED = frozenset("SFTTrainer SFTConfig TrainingArguments DataCollatorForComp
 
 
 class Rewriter(ast.NodeTransformer):
-    """Rewrites one statement after another. `bound` are the names that the statements of main() bind,
-    `secrets` the variables that hold a secret so far (added to)."""
+    """Rewrites one statement after another. `bound` are the names that the statements of main() bind."""
 
-    def __init__(
-        self, program: Program, refuse: Callable[[str], Refusal], *, bound: set[str], secrets: set[str]
-    ) -> None:
-        self.program, self.refuse, self.bound, self.secrets = program, refuse, bound, secrets
+    def __init__(self, program: Program, *, bound: set[str]) -> None:
+        self.program, self.bound = program, bound
+        self.secrets: set[str] = set()
         self.reasons: list[str] = []
         self.notes: list[str] = []
+        given = [item for one in program.statements for call in calls(one.node) for item in call.keywords]
+        reported = [one for item in given if item.arg == "report_to" for one in ast.walk(item.value)]
+        self.reports = any(getattr(one, "value", None) in _TRACKERS for one in reported)
         self.trainers = {
             name
             for one in program.statements
@@ -68,16 +69,21 @@ class Rewriter(ast.NodeTransformer):
         self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
         self.calls_back = False  # whether it is a class of callbacks, whose methods every rank runs
 
-    def statement(self, node: ast.stmt, *, main_rank: bool = False) -> Rewritten:
+    def statement(self, statement: Statement, *, main_rank: bool = False) -> Rewritten:
         """The statement for N ranks. `main_rank`: only the main rank runs it, so saves need no guard."""
-        self.reasons, self.notes = [], []
+        self.reasons, self.notes, self.cell, node = [], [], statement.cell, statement.node
         self.trains = any(self.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
         self.imports = isinstance(node, ast.ImportFrom)
         self.calls_back = isinstance(node, ast.ClassDef) and "Callback" in " ".join(map(ast.unparse, node.bases))
         node = copy.deepcopy(node)
-        self.accounts = self._of_accounts(node) if isinstance(node, DEFINITIONS) else []
+        starts = any(isinstance(one, ast.withitem) and self._tracks(one) for one in ast.walk(node))
+        self.tracking = starts or self.calls_back and self.reports  # so that the main rank tracks
+        self.accounts = self._of_accounts(node) if self.tracking or isinstance(node, DEFINITIONS) else []
         nodes = self._block([node], main_rank)
         return Rewritten(nodes=nodes, reasons=list(dict.fromkeys(self.reasons)), notes=self.notes)
+
+    def _refuse(self, reason: str) -> Refusal:
+        return Refusal("R4", reason, self.cell)
 
     def _block(self, nodes: Sequence[ast.stmt], main_rank: bool) -> list[ast.stmt]:
         found: list[ast.stmt] = []
@@ -90,6 +96,9 @@ class Rewriter(ast.NodeTransformer):
                 continue
             if isinstance(node, ast.ImportFrom):
                 found += self._imported(node)
+            elif not main_rank and node in self.accounts:
+                found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
+                self.reasons.append("the main rank tracks")
             elif not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
                 found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
                 self.reasons.append("the main rank saves")
@@ -174,7 +183,8 @@ class Rewriter(ast.NodeTransformer):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: {to_publish(node)}")
             self.reasons.append("nothing is published by a script")
             return True
-        if node in self.accounts:
+        login = call is not None and self.program.dotted(call.func).endswith("login")
+        if node in self.accounts and (login or not self.tracking):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: account or service")
             self.reasons.append("account or service")
             return True
@@ -211,16 +221,37 @@ class Rewriter(ast.NodeTransformer):
         """The statements inside a function or class that only log in or track, on every rank: `run = wandb.init()`,
         `run.log(values)`; none if others read what these make, or `wandb.config`."""
         inside = [one for one in ast.walk(node) if isinstance(one, ast.Expr | ast.Assign)]
-        made = {name for one in inside if isinstance(one, ast.Assign) and self._tracks(one) for name in binds(one)}
-        found = [one for one in inside if self._tracks(one) or root(getattr(lone_call(one), "func", one)) in made]
+        assigned = [one for one in inside if isinstance(one, ast.Assign) and self._tracks(one)]
+        made = {ast.unparse(target) for one in assigned for target in one.targets}
+        found = [one for one in inside if self._tracks(one) or _receiver(one) in made]
         theirs = {inner for one in found for inner in ast.walk(one)}
-        needed = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one not in theirs}
+        needed = {ast.unparse(one) for one in ast.walk(node) if isinstance(one, ast.expr) and one not in theirs}
         needed |= {name for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
         return [] if needed & made or any("wandb.config" in one.source for one in self.program.statements) else found
 
-    def _tracks(self, node: ast.Expr | ast.Assign) -> bool:
-        name = self.program.dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
+    def _tracks(self, node: ast.Expr | ast.Assign | ast.withitem) -> bool:
+        value = node.context_expr if isinstance(node, ast.withitem) else node.value
+        name = self.program.dotted(value.func) if isinstance(value, ast.Call) else ""
         return matches("account", name) and (name.startswith(_TRACKERS) or name.endswith("login"))
+
+    def visit_withitem(self, node: ast.withitem) -> ast.withitem:
+        """A tracker that a `with` starts, on the main rank: the others have a run of W&B's that does nothing."""
+        tracks, call = self._tracks(node), node.context_expr
+        self.generic_visit(node)
+        if not tracks or not isinstance(call, ast.Call):
+            return node
+        self.reasons.append("the main rank tracks")
+        self.notes.append(f"`{ast.unparse(call)[:60]}` starts on the main rank: log in before, or leave it out")
+        if self.program.dotted(call.func) == "wandb.init":
+            given = next((item.value for item in call.keywords if item.arg == "mode"), ast.Constant(None))
+            call.keywords = [item for item in call.keywords if item.arg != "mode"]
+            mode = expression(f"GIVEN if {MAIN_RANK} else 'disabled'", GIVEN=given)
+            call.keywords.append(ast.keyword("mode", mode))
+        elif node.optional_vars is None:
+            node.context_expr = expression(f"CALL if {MAIN_RANK} else nullcontext()", CALL=call)
+        else:
+            raise self._refuse(f"`with {ast.unparse(node)[:60]}` starts a tracker on every rank; leave out the `as`")
+        return node
 
     def _displays(self, call: ast.Call) -> bool:
         """`display(rows)`, which only notebooks have."""
@@ -245,20 +276,20 @@ class Rewriter(ast.NodeTransformer):
         if set(node.names) <= self.bound:
             self.reasons.append("the code is in main(), so global names are nonlocal")
             return ast.Nonlocal(names=node.names)
-        raise self.refuse(f"`{ast.unparse(node)}` names a variable that no cell assigns; assign it in a cell first")
+        raise self._refuse(f"`{ast.unparse(node)}` names a variable that no cell assigns; assign it in a cell first")
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = self.program.dotted(node.func)
         last = name.rsplit(".", 1)[-1] or getattr(node.func, "attr", "")
         of_data = name == "eval" and len(node.args) == 1 and isinstance(node.args[0], ast.Name | ast.Subscript)
         if name in named("runs text") and not of_data:
-            raise self.refuse(f"`{ast.unparse(node)[:60]}` uses names that only exist at run time; write them directly")
+            raise self._refuse(
+                f"`{ast.unparse(node)[:60]}` uses names that only exist at run time; write them directly"
+            )
         if (variable := _secret(self.program, node)) is not None:
             self.reasons.append("secrets come from environment variables")
             return variable
         self.generic_visit(node)
-        if name == "dict":
-            self._without_map(node)
         of_trl = last in PROVIDED and name.split(".")[0] == "trl"
         if isinstance(node.func, ast.Attribute) and (last in ("SFTTrainer", *CONFIGS) or of_trl):
             node.func = ast.Name(last, ast.Load())
@@ -269,14 +300,11 @@ class Rewriter(ast.NodeTransformer):
             return node.func.value
         elif last == "cuda" and node.args:
             node.args = []
-        node.keywords = [item for item in node.keywords if item.arg != "push_to_hub"]
-        return node
-
-    def _without_map(self, node: ast.Call) -> None:
-        """`dict(device_map="auto")`, which a loader is given."""
-        for item in node.keywords:
+        for item in node.keywords:  # also of `dict(device_map="auto")`, which a loader is given
             if item.arg == "device_map" and not _on_cpu(item.value):
                 item.value = self._this_device()
+        node.keywords = [item for item in node.keywords if item.arg != "push_to_hub"]
+        return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         self.generic_visit(node)
@@ -298,8 +326,6 @@ class Rewriter(ast.NodeTransformer):
             if item.arg == "max_memory" or item.arg == "device_map" and own and not _on_cpu(item.value):
                 node.keywords.remove(item)
                 self.reasons.append("each rank has its own device")
-            elif item.arg == "device_map" and not _on_cpu(item.value):
-                item.value = self._this_device()
 
     def _former(self, node: ast.Call) -> None:
         """Arguments that loaders had before transformers 5."""
@@ -361,6 +387,12 @@ class Rewriter(ast.NodeTransformer):
 _TRACKERS = ("wandb", "mlflow", "comet_ml", "trackio", "neptune")
 _INT8, _KBIT = "prepare_model_for_int8_training", "prepare_model_for_kbit_training"
 FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
+
+
+def _receiver(node: ast.stmt) -> str:
+    """`run` of the statement `run.log(values)`."""
+    call = lone_call(node)
+    return ast.unparse(call.func.value) if call is not None and isinstance(call.func, ast.Attribute) else ""
 
 
 def quantizes_by(item: ast.keyword, names: Set[str | None]) -> bool:

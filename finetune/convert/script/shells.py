@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from itertools import pairwise
 
-from finetune.convert.analysis.names import calls, lone_call, method, written_path
-from finetune.convert.knowledge import matches
+from finetune.convert.analysis.names import calls, written_path
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.notebook.secrets import REMOVED
 from finetune.convert.script.draft import MAIN, Draft
@@ -19,8 +17,8 @@ INSTALLS = re.compile(
 NO_TRACE = re.compile(
     r"^(?:sudo\s+)?(?:nvidia-smi|rocm-smi|rocminfo|amd-smi|ls|pwd|df|du|free|whoami|which|lscpu|nvcc|cat|head|tail|wc|uname|date|echo|export"
     r"|huggingface-cli|hf|wandb|kill|pkill|sleep|env|printenv|clear|mkdir|chmod|set|tree|python3?\s+--?V|git\s+(?:config|--version|lfs)"
-    r"|ldconfig|export\s|source|unset|nproc|top|ps|accelerate\s+env|python3?\s+-m\s+(?:bitsandbytes|xformers\.info|torch\.utils\.collect_env))\b"
-    r"|^(?:\w+=[\w.,:/=-]*+(?:\s+|$))+$"
+    r"|ldconfig|export\s|source|unset|nproc|top|ps|test|accelerate\s+env|python3?\s+-m\s+(?:bitsandbytes|xformers\.info|torch\.utils\.collect_env))\b"
+    r"|^\[\s|^(?:\w+=[\w.,:/=-]*+(?:\s+|$))+$"
 )
 _MAGICS = ("%run", "%cp", "%mv", "%rm", "%store", "%bash", "%sx", "%system")
 
@@ -54,10 +52,9 @@ def note_shells(draft: Draft) -> None:
 
 
 def leaves_nothing(command: str) -> bool:
-    """Whether a command, and each that follows it, makes no file of rows: it shows something, sets a variable or logs
-    in."""
+    """Whether a command, and each that follows it, makes no file of rows: it shows something or sets a variable."""
     commands = _commands(command)
-    return bool(commands) and all(INSTALLS.match(one) or NO_TRACE.match(one) or _only_shows(one) for one in commands)
+    return bool(commands) and all(INSTALLS.match(one) or NO_TRACE.match(one) for one in commands)
 
 
 def _commands(line: str) -> list[str]:
@@ -66,30 +63,3 @@ def _commands(line: str) -> list[str]:
     ends = [(0, 0), *(found.span() for found in re.finditer(r"&&|\|\||;|&(?!>)", hidden)), (len(line), len(line))]
     parts = [line[one[1] : two[0]].strip() for one, two in pairwise(ends)]
     return [part for part in parts if part]
-
-
-def _only_shows(command: str) -> bool:
-    """`test -d x`, `[ ! -d x ]`, and Python that imports, prints and logs in: `python -c "print(1)"`."""
-    if re.match(r"(?:test|\[)\s", command):
-        return True
-    try:
-        words = shlex.split(command)
-        python = len(words) == 3 and re.fullmatch(r"python3? -c", " ".join(words[:2])) is not None
-        nodes = ast.parse(words[2]).body if python else []
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return bool(nodes) and all(isinstance(node, ast.Import | ast.ImportFrom) or _shows(node) for node in nodes)
-
-
-_SHOWN = re.compile(r"print|str|len|is_\w+|device_count|get_device_\w+|version|get_\w*info")
-
-
-def _shows(node: ast.stmt) -> bool:
-    """`print(torch.__version__)`, `login()`, `HfFolder.save_token("...")`"""
-    if (call := lone_call(node)) is None:
-        return False
-    name = ast.unparse(call.func)
-    if matches("account", name) or matches("account", f"huggingface_hub.{name}"):
-        return True
-    names = [method(one) or getattr(one.func, "id", "") for one in calls(call)]
-    return name == "print" and all(_SHOWN.fullmatch(one) for one in names)

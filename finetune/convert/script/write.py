@@ -44,7 +44,7 @@ def write(notebook: Notebook, program: Program, notes: Sequence[str], own_module
     name = slug(notebook.name, {dotted.split(".")[0] for dotted in program.imports.values()})
     statements = _statements(draft)
     text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
-    found = report(notebook, name, statements, [*notes, *draft.notes, *_foreign(draft)])
+    found = report(notebook, name, statements, [*notes, *draft.notes, *_foreign(draft, own_modules)])
     return Conversion(name=name, script=text, report=found)
 
 
@@ -93,13 +93,11 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
     kept = [place for where in (TOP, MAIN, AFTER) for place in draft.kept(where)]
     nodes = {place: draft.program.statements[place].node for place in kept}
     bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
-    secrets: set[str] = set()
-    for place, node in nodes.items():
+    rewriter = Rewriter(draft.program, bound=bound)
+    for place in kept:
         statement, decision = draft.program.statements[place], draft.decisions[place]
-        refuse = lambda text, s=statement: Refusal("R4", text, s.cell)  # noqa: E731
-        rewriter = Rewriter(draft.program, refuse, bound=bound, secrets=secrets)
         on_main = decision.where == AFTER and place not in draft.together
-        done = rewriter.statement(node, main_rank=on_main)
+        done = rewriter.statement(statement, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
         if done.nodes and not done.reasons and not _is_own_text(statement, done):
             done.reasons = ["arguments are changed: see the notes"]
@@ -176,6 +174,7 @@ def _top(draft: Draft, used: set[str]) -> list[Part]:
     more = ["from accelerate import PartialState"] if "PartialState" in used and not has_state else []
     own_seed = draft.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
+    more += ["from contextlib import nullcontext"] if "nullcontext" in used - draft.program.imports.keys() else []
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
@@ -338,8 +337,8 @@ def _writes(draft: Draft, place: int, readers: Mapping[str, int]) -> bool:
     if live:
         raise Refusal(
             "R4",
-            f"`{statement.head[:80]}` writes a file and computes {min(live)}, which every rank needs; use one"
-            " statement for each",
+            f"`{statement.head[:80]}` writes a file and computes {min(live)}, which every rank needs; compute it in"
+            " a statement that writes nothing, or write the file once before the script starts and only read it here",
             statement.cell,
         )
     return True
@@ -402,7 +401,7 @@ def _statements(draft: Draft) -> list[JsonObject]:
     return found
 
 
-def _foreign(draft: Draft) -> list[str]:
+def _foreign(draft: Draft, own_modules: Set[str]) -> list[str]:
     """Notes on libraries that the script imports and this project does not install."""
     roots = {
         (getattr(node, "module", None) or node.names[0].name).split(".")[0]
@@ -410,5 +409,5 @@ def _foreign(draft: Draft) -> list[str]:
         for node in draft.rewritten[place].nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    unknown = roots - named("installed") - set(sys.stdlib_module_names)
+    unknown = roots - named("installed") - set(sys.stdlib_module_names) - {name.split(".")[0] for name in own_modules}
     return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]

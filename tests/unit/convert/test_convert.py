@@ -20,8 +20,8 @@ import pytest
 from benchmarks.convert_mutations import mutants
 from finetune.convert import command, main
 from finetune.convert.checks import NotVerified, safe_on_ranks, verify
-from finetune.convert.command import Outcome, convert, steps
-from finetune.convert.notebook.read import Refusal, read
+from finetune.convert.command import convert, steps
+from finetune.convert.notebook.read import read
 from finetune.convert.script.report import Conversion, slug
 from finetune.convert.source import formatted, ruff
 from finetune.errors import UserError
@@ -174,7 +174,6 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
     assert len(report["statements"]) == len(read(path).statements)
     assert all(item["outcome"] == "kept" or item["reason"] for item in report["statements"])
     assert {item["outcome"] for item in report["statements"]} == {"kept", "rewritten", "dropped"}
-    assert report["requirements"] == ["peft>=0.17", "trl==0.22.2"]
     assert report["verification"] == {f"V{number}": "passed" for number in (1, 2, 3, 4, 6)}
 
 
@@ -182,7 +181,6 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
 def test_packages_that_a_process_installs_are_in_the_report(notebook: Callable[..., Path]) -> None:
     cell = 'import subprocess, sys\nsubprocess.run([sys.executable, "-m", "pip", "install", "trl==0.22.2"])'
     report = converted(notebook(cell, *with_cells())).report
-    assert report["requirements"] == ["trl==0.22.2"]
     assert [item["text"] for item in report["not_python"]] == ["python -m pip install trl==0.22.2"]
 
 
@@ -509,7 +507,6 @@ REFUSED = {
     "a function that gives another model": ({"extra": "def wrap(model):\n    model = torch.nn.DataParallel(model)\n    return model\nmodel = wrap(model)"}, "R4"),
     "a folder that a shell line names": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("rows")\n!cp -r other rows\ndataset = load_from_disk("rows")'}, "R4"),
     "a folder that a shell reads": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\nimport os\nos.system("touch x")\nos.remove("x")\ndataset = load_from_disk("x")'}, "R4"),
-    "nothing is trained": ({"adapter": ""}, "R4"),
     "data from a service": ({"data": DATA + "\nfrom openai import OpenAI\nclient = OpenAI()\ndataset = dataset.map(lambda row: {'text': client.responses.create(row)})"}, "R4"),
     "data from another model": ({"data": DATA + "\nfrom transformers import pipeline\npipe = pipeline('text-generation')\ndataset = dataset.map(lambda row: {'text': pipe(row)})"}, "R4"),
     "a loss of its own": ({"trainer": TRAINER.replace("args =", "compute_loss_func = len, args =")}, "R4"),
@@ -858,19 +855,14 @@ def test_a_script_that_fails_is_not_written(
 ) -> None:
     write = command.steps
 
-    def another_rate(path: Path) -> Any:
-        found, conversion = write(path)
+    def another_rate(path: Path, out: Path) -> Any:
+        found, conversion = write(path, out)
         return found, replace(conversion, script=conversion.script.replace("random_state=7", "random_state=8"))
 
     monkeypatch.setattr(command, "steps", another_rate)
     path = notebook(*with_cells())
     assert main([str(path), "--out", str(tmp_path / "out")]) == 1
     assert "V4" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_refusal_and_outcome_are_told() -> None:
-    assert str(Refusal("R4", "why", 3)) == "R4: cell 3: why"
-    assert Outcome(notebook="n", result="refused", seconds=0.1234).to_dict()["seconds"] == 0.123
 
 
 @pytest.mark.parametrize(

@@ -352,3 +352,12 @@ def test_what_is_rewritten_keeps_the_rest_of_the_text(case: str) -> None:
 
 def test_a_statement_of_another_kind_is_written_anew() -> None:
     assert edited("import os  # here", ast.parse("import sys").body[0]) is None
+
+
+def test_two_statements_on_a_line_stay_where_they_are() -> None:
+    source = "def f():\n    a = 1e3; b = g(x=2)  # both\n    c = 0x10"
+    (new,) = ast.parse(source).body
+    new.body[1].value.keywords[0].value = ast.Constant(5)
+    assert edited(source, ast.fix_missing_locations(new)) == source.replace("x=2", "x=5")
+    del new.body[0]
+    assert edited(source, new) is None

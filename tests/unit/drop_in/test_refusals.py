@@ -145,6 +145,10 @@ def test_a_model_on_several_devices_and_an_adapter_that_packs_would_change_are_r
 
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
         refusals.check_model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None, SimpleNamespace())
+    quantized = SimpleNamespace(is_quantized=True)
+    with pytest.raises(refusals.Refused, match="quantized and has no adapter"):
+        refusals.check_model(quantized, None, SimpleNamespace(packing=False))
+    refusals.check_model(quantized, SimpleNamespace(), SimpleNamespace(packing=False))
     adapter = SimpleNamespace(alora_invocation_tokens=[5])
     with pytest.raises(refusals.Refused, match="`alora_invocation_tokens` needs rows of one document each"):
         refusals.check_model(SimpleNamespace(), adapter, SimpleNamespace(packing=True))

@@ -1,7 +1,6 @@
-# expect: refused R4
-# says: torch.utils.data.Dataset
-# says: Dataset.from_
-# cause: the rows are a torch Dataset, which TRL does not take
+# expect: converted
+# has: rows = Rows(
+# cause: the rows are a torch Dataset, which TRL does not take: SFTTrainer says so
 # %%
 import torch
 from torch.utils.data import Dataset

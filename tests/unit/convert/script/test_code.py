@@ -519,6 +519,36 @@ def test_a_wrong_rewriting_is_seen_whatever_the_report_says(case: str, notebook:
         has_every_statement(read_again, wrong)
 
 
+def test_what_stands_beside_a_tracker_is_compared(notebook: Callable[..., Path]) -> None:
+    """V4: of a function from which calls of a tracker are left out, the rest."""
+    cell = "from wandb import log as note\nimport wandb\ndef count(rows):\n    run = wandb.init()\n    run.log({'rows': 5})\n    note(7)\n    rows.info.length = 8\ncount(rows)"
+    read_again, right = steps(notebook(before=cell, config=CONFIG.replace('"wandb"', '"none"')))
+    has_every_statement(read_again, right)
+    entry = next(one for one in right.report["statements"] if one["statement"].startswith("def count"))
+    assert entry["becomes"] == "def count(rows):\n    rows.info.length = 8"
+    for becomes in ("def count(rows):\n    pass", "def count(rows):\n    rows.info.length = 9"):
+        script = ast.unparse(ast.parse(right.script)).replace("rows.info.length = 8", becomes.rpartition("    ")[2])
+        report = json.loads(json.dumps(right.report))
+        next(one for one in report["statements"] if one["statement"].startswith("def count"))["becomes"] = becomes
+        with pytest.raises(NotVerified, match=r"V4.*is not in"):
+            has_every_statement(read_again, replace(right, script=script, report=report))
+
+
+def test_a_module_above_is_found_where_the_script_is_written(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "render.py").write_text(
+        "from mine import words\ndef to_words(row):\n    return {'text': words.one(row)}\n"
+    )
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    inner = tmp_path / "training"
+    inner.mkdir()
+    path = notebook(before="from mine.render import to_words\nrows = rows.map(to_words)").rename(inner / "nb.ipynb")
+    refused = convert(path)
+    assert refused.code == "R4" and refused.reason.endswith(f"write the script there: --out {tmp_path}")
+    notes = convert(path, tmp_path).conversion.report["notes"]
+    assert any("imports mine/render.py: keep it beside the script" in note for note in notes)
+
+
 def test_a_batch_that_grows_and_ranks_that_draw_alone_are_seen(notebook: Callable[..., Path]) -> None:
     conversion = steps(notebook())[1]
     script = ast.unparse(ast.parse(conversion.script))
