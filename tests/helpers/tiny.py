@@ -180,6 +180,14 @@ def save_moe(family: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def save_text(family: str, folder: Path) -> Path:
+    """One of RECURRENT in a folder, with a tokenizer."""
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(folder)
+    make_text(family, RECURRENT[family] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+    return folder
+
+
 def make_multimodal(family: str, **changes: Any) -> Any:
     """A model for images and text of a family, with random weights."""
     import torch

@@ -173,7 +173,7 @@ class SFTTrainer(trl.SFTTrainer):
         if self.accelerator.ddp_handler is not None and getattr(self.model, "peft_config", None) is None:
             # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        self.model.register_forward_pre_hook(unwrap_host_tensors, with_kwargs=True)
+        self.model.register_forward_pre_hook(unwrap_host_tensors, with_kwargs=True, prepend=True)
         self.statistics.expert_load = expert_load.install(self.model)
         self._buckets = DdpBuckets()
         self._step_tokens: int | None = None  # of all ranks' documents in the step that is trained

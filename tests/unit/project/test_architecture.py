@@ -271,6 +271,7 @@ OF_NO_MODULE = {
         "convert/test_objects.py",
         "data/templates/test_trained_messages.py",
         "data/test_tokenized_rows.py",
+        "engine/model/test_families.py",
         "engine/model/test_untrusted_models.py",
         "engine/monitoring/test_progress.py",
         "engine/training/test_gradient_accumulation.py",
