@@ -240,6 +240,10 @@ class TrainingConfig:
         "Recompute activations: false, selective (not attention), true, offload or unsloth (CPU memory); or auto: the "
         "fastest that holds this job, measured.",
     )
+    cuda_graphs: Literal["auto"] | bool = _setting(
+        "auto",
+        "Replay the passes on packs as CUDA graphs. auto: if the host limits them, and the results are the same.",
+    )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)

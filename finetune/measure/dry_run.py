@@ -21,8 +21,9 @@ from finetune.data.templates.encoder import Encoded, preview
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.job import Job
 from finetune.engine.session import out_of_memory
+from finetune.engine.session.opening import total_steps
 from finetune.errors import RunError
-from finetune.measure import measurements, micro_batch, probe, slices
+from finetune.measure import graphs, measurements, micro_batch, probe, slices
 from finetune.measure.dry_run_report import TrialResult
 from finetune.measure.longest_row import DoesNotFit, TrialModes
 from finetune.measure.measurements import Measurement
@@ -52,7 +53,12 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
     """
     trainer, logger = trial.trainer, trial.logger
     full, measured, results = "", None, JsonObject()
-    trainer.before_first_step = modes.measure
+
+    def prepare() -> None:
+        modes.measure()
+        graphs.record(trainer, trial.job.config.training.cuda_graphs, total_steps(trial.job))  # as the run will
+
+    trainer.before_first_step = prepare
     try:
         with logger:
             trial.memory.reset()

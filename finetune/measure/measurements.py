@@ -202,6 +202,7 @@ def facts(job: Job) -> JsonObject:
         "training.global_batch_size": job.batch.global_batch_size,
         "training.optim": config.training.optim,
         "training.gradient_checkpointing": config.training.gradient_checkpointing,
+        "training.cuda_graphs": config.training.cuda_graphs,
         "clipping": config.training.max_grad_norm > 0,
         "dtype": str(resolve_dtype(config, job.stack)).removeprefix("torch."),
         "backend": job.stack.backend,

@@ -185,13 +185,27 @@ class _Run:
             longest_row.apply(trainer, self.job.activations.value)
         self._note(trainer)
         # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
-        searches = self.job.searches and trainer.model_wrapped is trainer.model
-        trainer.before_first_step = (lambda: self._measure(trainer)) if searches else None
+        first = trainer.model_wrapped is trainer.model
+        searches = self.job.searches and first
+        trainer.before_first_step = functools.partial(self._measure, trainer, searches) if first else None
         if not searches:
             recording.write_configuration(self.job, self.record.path.parent)
         startup.current().ended("trainer")
 
-    def _measure(self, trainer: Any) -> None:
+    def _measure(self, trainer: Any, searches: bool) -> None:
+        """Settle what is open, with the trainer, and record its passes."""
+        from finetune.measure import graphs
+
+        if searches:
+            self._settle(trainer)
+        found = graphs.record(trainer, self.job.config.training.cuda_graphs, trainer.total_steps)
+        if trainer.args.device.type == "cuda":
+            print_line(found.line)
+        self.record.update(cuda_graphs=found.to_dict())
+        if found.seconds:
+            startup.current().ended("graphs")
+
+    def _settle(self, trainer: Any) -> None:
         """Settle what is open, with the trainer."""
         from finetune.measure.settle import settle
 

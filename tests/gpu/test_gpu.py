@@ -393,6 +393,52 @@ def test_the_demo_learns_on_a_gpu(tmp_path: Path) -> None:
     assert run["exact_match_after"] >= 0.9
 
 
+def with_and_without_graphs(folder: Path, how: str, backend: str, *extra: str) -> tuple[dict, dict]:
+    """run.json of a run on packs without and with recorded passes."""
+    words = ["--model.backend", backend, "--training.gradient_checkpointing", "false", "--training.max_steps", "8"]
+    words += ["--data.packing", "--data.max_length", "200", "--data.pack_length", "512", "--logging.logging_steps", "1"]
+    words += ["--logging.generate_samples", "0", "--training.eval_steps", "3", "--data.eval_fraction", "0.1"]
+    words += ["--training.learning_rate", "1e-3", *extra]
+    found = []
+    for wanted in ("false", "true"):
+        out = folder / f"{backend}-{wanted}"
+        given = [*arguments(folder, *words), "--training.cuda_graphs", wanted]
+        found.append(launch.train(how, given, out=out, cache=folder))
+    return found[0], found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "method"),
+    [
+        ("transformers", "lora"),
+        ("transformers", "qlora"),
+        ("transformers", "full"),
+        ("unsloth", "lora"),
+        ("unsloth", "qlora"),
+    ],
+)
+def test_recorded_passes_train_alike(folder: Path, backend: str, method: str) -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: losses with CUDA graphs and without, evaluations between."""
+    extra = {"qlora": ["--model.load_in_4bit"], "full": ["--model.full_finetuning"]}.get(method, [])
+    batch = ["--training.global_batch_size", "4", "--training.per_device_train_batch_size", "2"]
+    launched, recorded = with_and_without_graphs(folder, "python", backend, *extra, *batch)
+    sys.stdout.write(f"{backend} {method}: {recorded['cuda_graphs']}\n")
+    assert recorded["cuda_graphs"]["used"], recorded["cuda_graphs"]
+    assert recorded["losses"] == pytest.approx(launched["losses"], rel=1e-3)
+    assert recorded["eval_loss_after"] == pytest.approx(launched["eval_loss_after"], rel=1e-3)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("backend", ["transformers", "unsloth"])
+def test_recorded_passes_train_alike_on_two_gpus(folder: Path, backend: str) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: gradients that DDP does not reduce."""
+    batch = ["--training.global_batch_size", "8", "--training.per_device_train_batch_size", "2"]
+    launched, recorded = with_and_without_graphs(folder, "ddp_2.yaml", backend, *batch)
+    assert recorded["cuda_graphs"]["used"], recorded["cuda_graphs"]
+    assert recorded["losses"] == pytest.approx(launched["losses"], rel=1e-3)
+
+
 @pytest.mark.multigpu
 def test_two_gpus_give_the_losses_of_one(folder: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: bfloat16 LoRA, losses to 1e-3."""

@@ -30,7 +30,7 @@ class PhaseTimer(TrainerCallback):
     def __init__(self, trainer: Any, device: str) -> None:
         """
         Args:
-            trainer: three of its methods are wrapped, and this callback is added to it.
+            trainer: four of its methods are wrapped, and this callback is added to it.
             device: "cuda" or "cpu".
         """
         self._clock = Clock(device)
@@ -39,6 +39,7 @@ class PhaseTimer(TrainerCallback):
         trainer.get_batch_samples = self._timed_fetch(trainer.get_batch_samples)
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
+        trainer.average_gradients = self._timed("backward", trainer.average_gradients)
         trainer.add_callback(self)
 
     def take(self) -> list[dict[str, list[float]]]:

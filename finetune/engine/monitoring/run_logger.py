@@ -353,7 +353,7 @@ class RunLogger(TrainerCallback):
 
 def _replaced_methods(trainer: Any) -> list[tuple[Any, str]]:
     """What the logger, its monitor and the timer of phases replace on a trainer and its accelerator."""
-    methods = ("evaluate", "_save_checkpoint", "get_batch_samples", "compute_loss")
+    methods = ("evaluate", "_save_checkpoint", "get_batch_samples", "compute_loss", "average_gradients")
     return [(trainer, name) for name in methods] + [
         (trainer.accelerator, name) for name in ("backward", "clip_grad_norm_")
     ]

@@ -52,6 +52,7 @@ from finetune.engine.training.batches import (
     unwrap_host_tensors,
 )
 from finetune.engine.training.ddp_buckets import DdpBuckets
+from finetune.engine.training.decoder_graphs import DecoderGraphs
 from finetune.engine.training.loss import (
     StepStatistics,
     has_fused_head,
@@ -137,6 +138,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.weights = weights
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
+        self.graphs: DecoderGraphs | None = None  # while it trains with them
+        self.until_end = contextlib.ExitStack()  # of what is installed for the time of the training
         self.load_balancing: router_loss.LoadBalancing | None = None
         self.statistics = StepStatistics()
         self._uneven = stack.backend == "unsloth" and flash.is_enabled()
@@ -419,6 +422,8 @@ class SFTTrainer(trl.SFTTrainer):
         ends_step = self.accelerator.sync_gradients
         self._buckets.before_micro_batch(model, reduces=ends_step)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.graphs is not None and ends_step and self.args.world_size > 1:
+            self.average_gradients()
         if self.load_balancing is not None:
             self.load_balancing.end()
         if self.sharded:
@@ -426,6 +431,11 @@ class SFTTrainer(trl.SFTTrainer):
         self._buckets.after_micro_batch(model)
         self.statistics.add_loss(loss, ends_step=ends_step)
         return loss
+
+    def average_gradients(self) -> None:
+        """Reduce the gradients of replayed passes, which DDP does not."""
+        assert self.graphs is not None
+        self.graphs.gradients.average()
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """As in transformers. Before training, when accelerate has not prepared the model yet, also in its precision:
@@ -684,7 +694,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _train_to_end(self, **kwargs: Any) -> Any:
         self.set_recomputation(self.recomputation)
-        output = super().train(**kwargs)
+        with self.until_end:
+            output = super().train(**kwargs)
         self.use_evaluation_weights()
         return output
 

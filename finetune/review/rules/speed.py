@@ -96,13 +96,16 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     batch = run.number("batch.per_device")
     larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
+    without = run.text("cuda_graphs.reason") if run.at("cuda_graphs.used") is False else ""
+    graphs = f"CUDA graphs were not used ({without}); " if without else ""
     return Finding(
         rule="host-bound",
         headline="The host limits the run: it launches kernels no faster than the GPU runs them",
         figures=(f"host lead {percent(lead)} of a step", f"GPU utilization {percent(busy)}"),
         evidence=f"At log steps the host waits {percent(lead)} of a step of {duration(step)} for the GPU (threshold "
         f"{percent(HOST_LEAD)}), and a kernel runs {percent(busy)} of the time (threshold {percent(UTILIZATION)}).",
-        advice=f"{larger}; training.torch_compile: true launches fewer kernels; `logging.profile_steps: 3` shows them",
+        advice=f"{graphs}{larger}; training.torch_compile: true launches fewer kernels; `logging.profile_steps: 3` "
+        "shows them",
         gain=f"up to {1 / max(busy, 0.01):.1f} times the speed, bounded by the GPU time of a profile",
         lost=1 - busy,
         confidence=confidence(HOST_LEAD / max(lead, 1e-6), 1.0, timing.records_of(run)),

@@ -109,6 +109,8 @@ class FakeTrainer:
         self.spend(1.0)
         return "loss"
 
+    def average_gradients(self) -> None: ...
+
     def train(self, steps: int) -> None:
         self.call("on_train_begin")
         for _ in range(steps):

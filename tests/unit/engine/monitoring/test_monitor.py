@@ -71,7 +71,7 @@ class FakeTrainer:
         self.args = types.SimpleNamespace(world_size=2, per_device_train_batch_size=2, gradient_accumulation_steps=1)
         self.context = ContextGroup()
         self.state = types.SimpleNamespace(global_step=0)
-        self.get_batch_samples = self.compute_loss = lambda: None
+        self.get_batch_samples = self.compute_loss = self.average_gradients = lambda: None
 
     def add_callback(self, callback: Any) -> None: ...
 

@@ -1,0 +1,201 @@
+"""Whether a run replays its passes as CUDA graphs: decided before the first step by trying them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from finetune.engine.training import decoder_graphs
+from finetune.engine.training.decoder_graphs import DecoderGraphs
+from finetune.measure import probe
+from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
+from finetune.text import counted
+
+if TYPE_CHECKING:
+    from finetune.engine.training.trainer import SFTTrainer
+
+WON_BACK_STEPS = 50  # fewer do not win back the seconds of recording
+HOST_SHARE = 0.6  # of a pass, that the host needs to launch it: with less the GPU has enough to do meanwhile
+FASTER = 0.97  # of a pass as launched; a smaller gain is noise
+# Attention's backward pass adds in another order each time: 0.2 to 0.6 % of the norm of gradients in bfloat16 on an
+# H100 (benchmarks/results/LOG.md). What two launched passes differ by is allowed four times.
+LARGEST_DIFFERENCE, OF_NOISE = 0.01, 4
+CHANGE = 1e-3  # of the weights, between the two micro-batches that are compared
+ROOM = 0.1  # of the device's memory that must stay free beside the graphs, for evaluations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What was found, for run.json."""
+
+    used: bool
+    reason: str
+    launched_seconds: float | None = None  # of a pass as launched, and as replayed
+    replayed_seconds: float | None = None
+    difference: float | None = None  # the largest of losses and gradients, in norm
+    gib: float | None = None  # that the graphs hold
+    seconds: float = 0.0  # that it took to find
+
+    def to_dict(self) -> JsonObject:
+        """The fields."""
+        return asdict(self)
+
+    @property
+    def line(self) -> str:
+        """For the terminal."""
+        if not self.used:
+            return f"CUDA graphs: not used, {self.reason}"
+        assert self.launched_seconds is not None and self.replayed_seconds is not None
+        return (
+            f"CUDA graphs: a pass takes {1000 * self.replayed_seconds:.0f} ms, not "
+            f"{1000 * self.launched_seconds:.0f} ms ({self.seconds:.1f} s to record)"
+        )
+
+
+def record(trainer: SFTTrainer, wanted: str | bool, steps: int) -> Recording:
+    """Record the passes of a trainer, and have it train with them if they are right and faster on all ranks. Every rank
+    calls it, after `train` has begun and before the model is wrapped.
+
+    Args:
+        wanted: training.cuda_graphs: "auto", True (also where they are not faster) or False.
+        steps: of the run, which win the time of recording back.
+    """
+    if wanted is False:
+        return Recording(used=False, reason="training.cuda_graphs is false")
+    began = time.perf_counter()
+    why = _first(decoder_graphs.why_not(trainer))
+    if why is not None:
+        return Recording(used=False, reason=why)
+    if wanted == "auto" and steps < WON_BACK_STEPS:
+        return Recording(used=False, reason=f"{counted(steps, 'step')} do not win the recording back")
+    with activity.during("recording CUDA graphs"):
+        with _same_random_numbers(trainer):
+            launched, host = _seconds(trainer)
+        probe.free_gradients(trainer)
+        if wanted == "auto" and _first(None if host > HOST_SHARE * launched else "host") is not None:
+            reason = f"the host launches a pass in {host / launched:.0%} of its time: the GPU has enough to do"
+            return Recording(used=False, reason=reason, launched_seconds=launched)
+        own, found = _tried(trainer, launched, wanted)
+        why = _first(None if own.used else own.reason)
+        if why is not None or found is None:
+            if found is not None:
+                found.remove()
+            del found
+            probe.free_gradients(trainer)
+            return replace(own, used=False, reason=str(why))
+    trainer.until_end.enter_context(found.installed())
+    return replace(own, seconds=time.perf_counter() - began)
+
+
+def _first(why: str | None) -> str | None:
+    """The first rank's reason that has one. Every rank calls it."""
+    return next((one for one in distributed.gather_objects(why) if one is not None), None)
+
+
+def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Recording, DecoderGraphs | None]:
+    """What this rank finds, with the graphs."""
+    own = Recording(used=False, reason="", launched_seconds=launched)
+    graphs = None
+    with _same_random_numbers(trainer):
+        try:
+            expected = _results(trainer)
+            noise = _difference(_results(trainer), expected)
+            probe.free_gradients(trainer)
+            graphs = DecoderGraphs(trainer)
+            difference = _difference(_results(trainer), expected)
+            if not graphs.replays:
+                raise NotImplementedError("the decoder is called in another way than it was recorded")
+            replayed, _ = _seconds(trainer)
+        except Exception as error:  # a model may launch whatever it likes
+            text = " ".join(str(error).split())[:200]
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"recording fails in {where.name} of {Path(where.filename).name}: {type(error).__name__}: {text}"
+            return replace(own, reason=why), graphs
+    graphs.gradients.zero()
+    trainer.statistics.forget()
+    own = replace(own, replayed_seconds=replayed, difference=difference, gib=graphs.bytes / 2**30)
+    if not difference <= max(LARGEST_DIFFERENCE, OF_NOISE * noise):
+        reason = f"its results differ by {difference:.1e} from those of the launched pass"
+    elif trainer.args.device.type == "cuda" and (free := torch.cuda.mem_get_info())[0] < ROOM * free[1]:
+        reason = f"the recorded passes leave only {free[0] / 2**30:.1f} GiB free"
+    elif wanted == "auto" and replayed > FASTER * launched:
+        reason = f"a pass takes {1000 * replayed:.0f} ms, and {1000 * launched:.0f} ms as launched"
+    else:
+        return replace(own, used=True, reason="faster, with the same results"), graphs
+    return replace(own, reason=reason), graphs
+
+
+@contextlib.contextmanager
+def _same_random_numbers(trainer: SFTTrainer) -> Iterator[None]:
+    """Context after which the generators are as before."""
+    devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def _unlike_rows(trainer: SFTTrainer) -> list[np.ndarray]:
+    """The rows of two micro-batches: of the most documents, and of the fewest."""
+    packs, count = trainer.layout.packs, trainer.args.per_device_train_batch_size
+    order = np.argsort(np.diff(packs.offsets), kind="stable")
+    return [np.resize(order[::-1], count), np.resize(order, count)]
+
+
+def _batch(trainer: SFTTrainer, rows: np.ndarray) -> tuple[JsonObject, torch.Tensor]:
+    """A micro-batch on the host, and the number of its supervised tokens on the device."""
+    layout = trainer.layout
+    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    return batch, torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
+
+
+def _results(trainer: SFTTrainer) -> list[torch.Tensor]:
+    """Loss and gradients of two micro-batches, the second with other weights, which a replay must see."""
+    weights = [one for one in trainer.model.parameters() if one.requires_grad]
+    kept = [one.detach().clone() for one in weights]
+    found = []
+    try:
+        for change, rows in zip((0.0, CHANGE), _unlike_rows(trainer), strict=True):
+            for one, before in zip(weights, kept, strict=True):
+                one.data.copy_(before + change)
+                if one.grad is not None:
+                    one.grad.zero_()
+            loss = trainer.training_step(trainer.model, *_batch(trainer, rows))
+            gradients = [one.grad.detach().flatten().float() for one in weights if one.grad is not None]
+            found += [loss.detach().reshape(1).float(), torch.cat(gradients)]
+    finally:
+        for one, before in zip(weights, kept, strict=True):
+            one.data.copy_(before)
+    return found
+
+
+def _difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest, in norm."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+
+def _seconds(trainer: SFTTrainer) -> tuple[float, float]:
+    """Seconds of a pass, and those after which the host has launched it; of three passes the last."""
+    batch, count = _batch(trainer, _unlike_rows(trainer)[0])
+    host = whole = 0.0
+    for _ in range(3):
+        _synchronize()
+        began = time.perf_counter()
+        trainer.training_step(trainer.model, dict(batch), count)
+        host = time.perf_counter() - began
+        _synchronize()
+        whole = time.perf_counter() - began
+    return whole, host
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

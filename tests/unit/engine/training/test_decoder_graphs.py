@@ -1,0 +1,108 @@
+"""Passes that are recorded and replayed, with a recorder that runs them again: a CPU has no graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.engine.kernels import attention
+from finetune.engine.training import decoder_graphs
+from finetune.engine.training.decoder_graphs import Boundaries, DecoderGraphs, Documents, FlatGradients
+from tests.helpers import launch, tiny
+from tests.helpers.runs import Runs, give_trainer_to, in_this_process
+from tests.spies.recorded import RunsAgain
+
+
+def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accumulation, evaluations between steps, a checkpoint, and a run that goes on from it."""
+    (tmp_path / "model").symlink_to(tiny_model)
+    tiny.make_rows(tmp_path / "train.jsonl", 40)
+    tiny.make_rows(tmp_path / "eval.jsonl", 6, seed=1)
+    words = [
+        *("--data.packing", "true", "--data.max_length", "128", "--data.pack_length", "200"),
+        *("--data.eval_file", str(tmp_path / "eval.jsonl"), "--training.eval_steps", "2"),
+        *("--training.per_device_train_batch_size", "2", "--training.max_steps", "6", "--training.save_steps", "3"),
+    ]
+    trainers: list[Any] = []
+    replayed: list[int] = []
+    with in_this_process(monkeypatch, tmp_path):
+        run = Runs(tmp_path, monkeypatch)
+        give_trainer_to(monkeypatch, trainers.append)
+        launched = run(tmp_path / "launched", *words)
+        assert launched["cuda_graphs"] == {**launched["cuda_graphs"], "used": False, "reason": "there is no GPU"}
+        monkeypatch.setattr(decoder_graphs, "why_not", lambda trainer: None)
+        monkeypatch.setattr(decoder_graphs, "CudaRecorder", RunsAgain)
+        replay = DecoderGraphs.replay_backward
+
+        def count(self: Any, gradient: torch.Tensor) -> None:
+            replayed.append(1)
+            replay(self, gradient)
+
+        monkeypatch.setattr(DecoderGraphs, "replay_backward", count)
+        recorded = run(tmp_path / "recorded", *words, "--training.cuda_graphs", "true")
+        checkpoint = ("--training.resume_from_checkpoint", str(tmp_path / "recorded" / "checkpoint-3"))
+        resumed = run(tmp_path / "resumed", *words, *checkpoint, "--training.cuda_graphs", "true")
+    assert recorded["cuda_graphs"]["used"] and recorded["cuda_graphs"]["difference"] == 0
+    assert len(replayed) >= 12  # two passes of each step
+    assert recorded["losses"] == launched["losses"]
+    assert resumed["cuda_graphs"]["used"] and resumed["losses"] == launched["losses"][3:]
+    assert recorded["eval_loss_after"] == launched["eval_loss_after"]
+    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("launched", "recorded", "resumed")]
+    for name, expected in weights[0].items():
+        assert all(torch.equal(one[name], expected) for one in weights[1:])
+    assert trainers[1].graphs is None and "zero_grad" not in vars(trainers[1].model)  # as it was
+
+
+@pytest.mark.process
+def test_two_ranks_with_recorded_passes_train_as_with_ddp(tmp_path: Path, tiny_model: Path) -> None:
+    """The sums of gradients, and the adapter of rank 0 on both."""
+    words = [
+        *("--model.model_name_or_path", str(tiny_model), "--model.backend", "transformers"),
+        *("--data.train_file", str(tiny.make_rows(tmp_path / "train.jsonl", 40)), "--data.packing"),
+        *("--data.max_length", "128", "--data.pack_length", "200", "--training.global_batch_size", "4"),
+        *("--training.max_steps", "4", "--logging.logging_steps", "1", "--logging.generate_samples", "0"),
+        *("--training.per_device_train_batch_size", "1", "--training.cuda_graphs", "true"),
+    ]
+    script = launch.SPIES / "recorded.py"
+    recorded = launch.train("2 ranks", words, out=tmp_path / "recorded", cache=tmp_path, script=script)
+    launched = launch.train("2 ranks", words, out=tmp_path / "launched", cache=tmp_path)
+    assert recorded["cuda_graphs"]["used"], recorded["cuda_graphs"]
+    assert not launched["cuda_graphs"]["used"]
+    assert recorded["losses"] == launched["losses"]
+    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("launched", "recorded")]
+    assert all(torch.equal(weights[1][name], expected) for name, expected in weights[0].items())
+
+
+def test_boundaries_of_documents_that_are_not_there_are_empty() -> None:
+    """A micro-batch with more documents than any of the layout, or with a longer one, is launched instead."""
+    documents = Documents(most=4, longest=30)
+
+    def given(*lengths: int) -> dict[str, Any]:
+        return attention.batch_arguments(torch.tensor(lengths, dtype=torch.int32), torch.device("cpu"))
+
+    boundaries = Boundaries(documents, given(20, 12, 8), torch.device("cpu"))
+    bounds = boundaries.arguments["cu_seq_lens_q"]
+    assert bounds.tolist() == [0, 30, 40, 40, 40] and boundaries.arguments["max_length_k"] == 30
+    assert boundaries.fill(given(8, 30, 2)) and bounds.tolist() == [0, 8, 38, 40, 40]
+    assert not boundaries.fill(given(31, 9)) and not boundaries.fill(given(*[8] * 5))
+
+
+def test_gradients_are_parts_of_one_tensor() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, dtype=torch.bfloat16))
+    model[0].bias.requires_grad_(False)
+    gradients = FlatGradients(model.parameters())
+    model[1](model[0](torch.ones(2, 3)).bfloat16()).sum().backward()
+    expected = [one.grad.clone() for one in gradients.parameters]
+    whole = {dtype: tensor for (dtype, _), tensor in gradients.tensors.items()}
+    assert set(whole) == {torch.float32, torch.bfloat16} and all(one.abs().sum() > 0 for one in expected)
+    for one, kept in zip(gradients.parameters, expected, strict=True):
+        assert one.grad is not None and torch.equal(one.grad, kept)
+        assert one.grad.untyped_storage().data_ptr() == whole[one.dtype].untyped_storage().data_ptr()
+    gradients.zero()
+    assert not any(one.grad.any() for one in gradients.parameters)
