@@ -29,19 +29,19 @@ MOST = {
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15490, 106),
+    "finetune/engine": (15770, 106),
     "finetune/export": (2542, 13),
     "finetune/init": (537, 6),
-    "finetune/measure": (3776, 19),
+    "finetune/measure": (3912, 19),
     "finetune/parity": (483, 5),
     "finetune/review": (4510, 30),
-    "finetune/run": (509, 7),
+    "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1085, 17),
-    "tests": (48860, 397),
+    "tests": (48980, 397),
 }
-TOTAL = (55289, 336)  # of the parts of finetune/ together
-KEYS = 98  # of the configuration
+TOTAL = (55890, 338)  # of the parts of finetune/ together
+KEYS = 99  # of the configuration
 
 OVER = (
     "{part} has {found}, and the budget is {most}. Delete as much as you add, or raise the number in a commit of its "
