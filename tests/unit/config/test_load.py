@@ -148,7 +148,7 @@ def test_example(path, write):
 
 def test_the_short_answers_are_configurations(write):
     page = (ROOT / "docs" / "how-do-i.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"finetune (?:train|prepare) my\.yaml ([^#`\n]*)", page)
+    commands = re.findall(r"finetune (?:train|prepare) my\.yaml ([^#`>\n]*)", page)
     texts = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     texts += re.findall(r"`((?:lora|data|training): \{.*?\})`", page)
     assert len(commands) > 6 and len(texts) > 4
