@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ FASTER = 0.97  # of a pass as launched; a smaller gain is noise
 # H100 (benchmarks/results/LOG.md). What two launched passes differ by is allowed four times.
 LARGEST_DIFFERENCE, OF_NOISE = 0.01, 4
 CHANGE = 1e-3  # of the weights, between the two micro-batches that are compared
-ROOM = 0.1  # of the device's memory that must stay free beside the graphs, for evaluations
+ROOM = 0.15  # of the device's memory that must stay free beside the graphs, for evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,6 @@ class Recording:
     difference: float | None = None  # the largest of losses and gradients, in norm
     gib: float | None = None  # that the graphs hold
     seconds: float = 0.0  # that it took to find
-
-    def to_dict(self) -> JsonObject:
-        """The fields."""
-        return asdict(self)
 
     @property
     def line(self) -> str:
@@ -187,15 +183,10 @@ def _seconds(trainer: SFTTrainer) -> tuple[float, float]:
     batch, count = _batch(trainer, _unlike_rows(trainer)[0])
     host = whole = 0.0
     for _ in range(3):
-        _synchronize()
+        probe.synchronize(trainer)
         began = time.perf_counter()
         trainer.training_step(trainer.model, dict(batch), count)
         host = time.perf_counter() - began
-        _synchronize()
+        probe.synchronize(trainer)
         whole = time.perf_counter() - began
     return whole, host
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -74,10 +74,10 @@ def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory
     with torch.random.fork_rng(devices):  # dropout draws from them
         try:
             for _ in range(passes):
-                _synchronize(trainer)
+                synchronize(trainer)
                 began = time.perf_counter()
                 trainer.training_step(model, dict(batch), count)
-                _synchronize(trainer)
+                synchronize(trainer)
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError:
             full = True
@@ -95,7 +95,8 @@ def free_gradients(trainer: SFTTrainer) -> None:
         torch.cuda.empty_cache()
 
 
-def _synchronize(trainer: SFTTrainer) -> None:
+def synchronize(trainer: SFTTrainer) -> None:
+    """Wait for the trainer's GPU, if it has one."""
     if trainer.args.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -201,7 +201,7 @@ class _Run:
         found = graphs.record(trainer, self.job.config.training.cuda_graphs, trainer.total_steps)
         if trainer.args.device.type == "cuda":
             print_line(found.line)
-        self.record.update(cuda_graphs=found.to_dict())
+        self.record.update(cuda_graphs=vars(found))
         if found.seconds:
             startup.current().ended("graphs")
 

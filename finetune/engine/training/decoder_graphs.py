@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.engine.sharding import shard
 from finetune.engine.training.recompute import EVERYTHING_KEPT
+from finetune.errors import RunError
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 
@@ -47,7 +47,10 @@ def why_not(trainer: Any) -> str | None:
     if args.fp16:
         return "float16 scales its losses"
     if trainer.recomputation != EVERYTHING_KEPT:
-        return "activations are computed again in the backward pass"
+        return (
+            "activations are computed again in the backward pass (training.gradient_checkpointing: auto keeps them if "
+            "they fit)"
+        )
     full = getattr(trainer.model, "peft_config", None) is None
     if full and args.world_size > 1:
         return "DDP reduces the gradients of full fine-tuning during the backward pass"
@@ -74,6 +77,20 @@ class FlatGradients:
         for one, place in zip(self.parameters, places, strict=True):
             whole = self.tensors[one.dtype, one.device]
             one.grad = whole[place : place + one.numel()].view_as(one)
+        self._places = [(one.data_ptr(), one.grad.data_ptr()) for one in self.parameters if one.grad is not None]
+
+    def check(self) -> None:
+        """Check that weights and gradients are where the graphs read and write them. Every step ends with it.
+
+        Raises:
+            RunError: an optimizer or a callback has put others in their place.
+        """
+        for one, places in zip(self.parameters, self._places, strict=True):
+            if (one.data_ptr(), None if one.grad is None else one.grad.data_ptr()) != places:
+                raise RunError(
+                    "The optimizer or a callback has replaced weights or gradients, which CUDA graphs read and write "
+                    "where they were. Set training.cuda_graphs: false."
+                )
 
     def zero(self, set_to_none: bool = True) -> None:
         """In place of a model's `zero_grad`: the gradients stay where they are."""
@@ -125,71 +142,59 @@ class CudaRecorder:
         return graph.replay
 
 
-@dataclass(frozen=True, kw_only=True)
-class Documents:
-    """What every micro-batch of a layout is within."""
-
-    most: int  # in a micro-batch, with the segments of padding
-    longest: int  # tokens of one
-
-    @classmethod
-    def of(cls, trainer: Any) -> Documents:
-        """Of the rows that a trainer trains on."""
-        layout = trainer.layout
-        _, most = layout.packs.segments(trainer.args.per_device_train_batch_size)
-        return cls(most=most, longest=max(int(layout.rows.lengths.max()), MAX_PADDING_SEGMENT))
-
-    def stand_in(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Lengths of as many tokens as these, int32 [most]: the longest that there may be first, for kernels are chosen
-        by the longest and by the mean; and empty documents last."""
-        left, found = int(lengths.sum()), list[int]()
-        for one in [self.longest, *lengths.tolist()]:
-            found.append(min(one, left))
-            left -= found[-1]
-        found = [one for one in found if one]
-        return torch.tensor(found + [0] * (self.most - len(found)), dtype=torch.int32)
+def stand_in(lengths: torch.Tensor, most: int, longest: int) -> torch.Tensor:
+    """Lengths of as many tokens as these, int32 [most]: the longest that there may be first, for kernels are chosen by
+    the longest and by the mean; and empty documents last."""
+    left, found = int(lengths.sum()), list[int]()
+    for one in [longest, *lengths.tolist()]:
+        found.append(min(one, left))
+        left -= found[-1]
+    found = [one for one in found if one]
+    return torch.tensor(found + [0] * (most - len(found)), dtype=torch.int32)
 
 
 class Boundaries:
     """Where the documents of a micro-batch begin, on the device, for as many documents as there may be. `arguments` are
     those of the decoder."""
 
-    def __init__(self, documents: Documents, given: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, most: int, longest: int, given: Mapping[str, Any], device: torch.device) -> None:
         """
         Args:
+            most: documents of a micro-batch, with the segments of padding.
+            longest: tokens of one.
             given: the decoder's arguments for a micro-batch, with `LENGTHS` or with `BOUNDS`.
         """
-        self._documents = documents
+        self._most, self._longest = most, longest
         self.arguments: JsonObject
         if LENGTHS in given:
             from unsloth.utils.packing import get_packed_info_from_kwargs
 
-            lengths = documents.stand_in(given[LENGTHS]).to(device)
+            lengths = stand_in(given[LENGTHS], most, longest).to(device)
             self.arguments = {LENGTHS: lengths}
             # Unsloth keeps what it finds for the tensor that it was given last: while passes are recorded, this one.
             _, bounds, _ = get_packed_info_from_kwargs(self.arguments, device)  # type: ignore[misc]
             self._tensors = [lengths, bounds]
         else:
-            lengths = documents.stand_in(given[BOUNDS[0]].diff().cpu())
+            lengths = stand_in(given[BOUNDS[0]].diff().cpu(), most, longest)
             bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
-            self.arguments = dict.fromkeys(BOUNDS, bounds) | dict.fromkeys(LONGEST, documents.longest)
+            self.arguments = dict.fromkeys(BOUNDS, bounds) | dict.fromkeys(LONGEST, longest)
             self._tensors = [bounds]
 
     def fill(self, given: Mapping[str, Any]) -> bool:
         """Take those of a micro-batch, without waiting for the device. False if it has more or longer documents."""
         if LENGTHS in self.arguments:
             lengths = given[LENGTHS]
-            if len(lengths) > self._documents.most or int(lengths.max()) > self._documents.longest:
+            if len(lengths) > self._most or int(lengths.max()) > self._longest:
                 return False
-            staged = torch.zeros(2 * self._documents.most + 1, dtype=torch.int32, pin_memory=self._tensors[0].is_cuda)
-            own, bounds = staged[: self._documents.most], staged[self._documents.most :]
+            staged = torch.zeros(2 * self._most + 1, dtype=torch.int32, pin_memory=self._tensors[0].is_cuda)
+            own, bounds = staged[: self._most], staged[self._most :]
             own[: len(lengths)] = lengths
             torch.cumsum(own, 0, dtype=torch.int32, out=bounds[1:])
             self._tensors[0].copy_(own, non_blocking=True)
             self._tensors[1].copy_(bounds, non_blocking=True)
             return True
         bounds, whole = given[BOUNDS[0]], self._tensors[0]
-        if len(bounds) > len(whole) or given[LONGEST[0]] > self._documents.longest:
+        if len(bounds) > len(whole) or given[LONGEST[0]] > self._longest:
             return False
         whole[: len(bounds)].copy_(bounds)
         whole[len(bounds) :] = bounds[-1]
@@ -209,7 +214,6 @@ class DecoderGraphs:
         """
         self._trainer, self._recorder = trainer, recorder or CudaRecorder()
         self._decoder = shard.base_model(trainer.model).get_decoder()
-        self._documents = Documents.of(trainer)
         self._device = trainer.args.device
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
         self._boundaries: Boundaries | None = None
@@ -247,7 +251,10 @@ class DecoderGraphs:
         held = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
         inputs = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in given.items()}
         if LENGTHS in given or BOUNDS[0] in given:
-            self._boundaries = Boundaries(self._documents, given, self._device)
+            layout = self._trainer.layout
+            _, most = layout.packs.segments(self._trainer.args.per_device_train_batch_size)
+            longest = max(int(layout.rows.lengths.max()), MAX_PADDING_SEGMENT)
+            self._boundaries = Boundaries(most, longest, given, self._device)
             inputs |= self._boundaries.arguments
         for name, one in given.items():
             if isinstance(one, torch.Tensor) and one.requires_grad:

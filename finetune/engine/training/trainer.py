@@ -422,8 +422,10 @@ class SFTTrainer(trl.SFTTrainer):
         ends_step = self.accelerator.sync_gradients
         self._buckets.before_micro_batch(model, reduces=ends_step)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.graphs is not None and ends_step and self.args.world_size > 1:
-            self.average_gradients()
+        if self.graphs is not None and ends_step:
+            self.graphs.gradients.check()
+            if self.args.world_size > 1:
+                self.average_gradients()
         if self.load_balancing is not None:
             self.load_balancing.end()
         if self.sharded:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from finetune.engine.kernels import attention
 from finetune.engine.training import decoder_graphs
-from finetune.engine.training.decoder_graphs import Boundaries, DecoderGraphs, Documents, FlatGradients
+from finetune.engine.training.decoder_graphs import Boundaries, DecoderGraphs, FlatGradients
+from finetune.errors import RunError
 from tests.helpers import launch, tiny
 from tests.helpers.runs import Runs, give_trainer_to, in_this_process
 from tests.spies.recorded import RunsAgain
@@ -81,12 +82,11 @@ def test_two_ranks_with_recorded_passes_train_as_with_ddp(tmp_path: Path, tiny_m
 
 def test_boundaries_of_documents_that_are_not_there_are_empty() -> None:
     """A micro-batch with more documents than any of the layout, or with a longer one, is launched instead."""
-    documents = Documents(most=4, longest=30)
 
     def given(*lengths: int) -> dict[str, Any]:
         return attention.batch_arguments(torch.tensor(lengths, dtype=torch.int32), torch.device("cpu"))
 
-    boundaries = Boundaries(documents, given(20, 12, 8), torch.device("cpu"))
+    boundaries = Boundaries(4, 30, given(20, 12, 8), torch.device("cpu"))
     bounds = boundaries.arguments["cu_seq_lens_q"]
     assert bounds.tolist() == [0, 30, 40, 40, 40] and boundaries.arguments["max_length_k"] == 30
     assert boundaries.fill(given(8, 30, 2)) and bounds.tolist() == [0, 8, 38, 40, 40]
@@ -106,3 +106,11 @@ def test_gradients_are_parts_of_one_tensor() -> None:
         assert one.grad.untyped_storage().data_ptr() == whole[one.dtype].untyped_storage().data_ptr()
     gradients.zero()
     assert not any(one.grad.any() for one in gradients.parameters)
+    gradients.check()
+    for replace in ("data", "grad"):
+        kept = getattr(model[1].weight, replace)
+        setattr(model[1].weight, replace, kept.clone())
+        with pytest.raises(RunError, match="Set training.cuda_graphs: false"):
+            gradients.check()
+        setattr(model[1].weight, replace, kept)
+    gradients.check()
