@@ -31,7 +31,7 @@ help:
 	@echo "make dist    build the wheel and the source archive in dist/, and check them"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
-	@echo "make oracle  compare what each probe notebook and its converted script train with: an hour"
+	@echo "make oracle  compare what each probe notebook and its converted script train with: half an hour"
 
 install: $(INSTALLED)
 

@@ -1,7 +1,7 @@
 """Table of the probes by cause: `python -m tests.notebooks.probe_table [--wrong] [--todo] [--oracle] [CAUSE...]`.
 
-`--wrong` also prints each unexpected outcome; `--todo`, without causes, writes those to
-probes/TODO.txt. `--oracle` also compares what each notebook and its script train with, about 10 s each.
+`--wrong` also prints each unexpected outcome, at once; `--todo`, without causes, writes those to
+probes/TODO.txt. `--oracle` also compares what each notebook and its script train with, about 5 s each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from tests.notebooks.oracle import sandbox, warm
 from tests.notebooks.oracle.compare import of_conversion
 from tests.notebooks.probe import FOLDER, Probe, Verdict, judge, probes
 
@@ -28,12 +29,22 @@ def verdict_of(probe: Probe, oracle: bool = False) -> Verdict:
         return verdict
 
 
+def _warm() -> None:
+    """Both sides of the oracle in forks of a process that has imported the libraries: the probes are our own."""
+    sandbox.run_libraries = warm.run_libraries
+
+
 def main(arguments: list[str]) -> int:
     """Print the table. Returns 1 if an outcome is unexpected."""
     causes = [argument for argument in arguments if not argument.startswith("--")]
     chosen = [probe for probe in probes() if not causes or probe.cause in causes]
-    with ProcessPoolExecutor(2) as pool:
-        verdicts = list(pool.map(partial(verdict_of, oracle="--oracle" in arguments), chosen))
+    verdicts: list[Verdict] = []
+    with ProcessPoolExecutor(2, initializer=_warm) as pool:
+        for found in pool.map(partial(verdict_of, oracle="--oracle" in arguments), chosen):
+            if "--wrong" in arguments and not found.good:
+                sys.stdout.write(f"{chosen[len(verdicts)].name}: {found.kind}: {found.details}\n")
+                sys.stdout.flush()
+            verdicts.append(found)
     counts = Counter((probe.cause, found.kind) for probe, found in zip(chosen, verdicts, strict=True))
     lines = [["cause", "probes", *KINDS]]
     for cause in [*dict.fromkeys(probe.cause for probe in chosen), "all"]:
@@ -48,8 +59,6 @@ def main(arguments: list[str]) -> int:
     bad = [(probe.name, found) for probe, found in zip(chosen, verdicts, strict=True) if not found.good]
     if "--oracle" in arguments:
         sys.stdout.write(f"not compared: {sum(one.kind == 'right' and one.details != '' for one in verdicts)}\n")
-    if "--wrong" in arguments:
-        sys.stdout.writelines(f"{name}: {found.kind}: {found.details}\n" for name, found in bad)
     if "--todo" in arguments and not causes:
         reasons = [f"{name}: {found.kind}: {' '.join(found.details.split())[:160]}\n" for name, found in bad]
         (FOLDER / "TODO.txt").write_text("".join(reasons), encoding="utf-8")

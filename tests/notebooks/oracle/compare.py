@@ -31,7 +31,7 @@ from tests.notebooks.oracle import sandbox
 from tests.notebooks.oracle.notebook import is_unsloth, read_cells
 from tests.notebooks.oracle.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 
-SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
+SECONDS = 300  # wall clock of both sides; a busy machine needs several times as long as an idle one
 OUTPUT = 8 * 2**20  # bytes of a report, which takes up to 30 times as much memory when it is read
 _HERE = Path(__file__).parent
 

@@ -213,6 +213,9 @@ def normalized(given: Values, unsloth: bool, stand_ins: types.ModuleType) -> Val
         given_length = args.max_length and (args.max_length != default or getattr(args, "_has_length", False))
         explicit = args.max_length if given_length else None
         args.max_length = min(explicit, loaded) if explicit else loaded
+    columns = getattr(given.get("train_dataset"), "column_names", None) or ()
+    if "completion" in columns and args.dataset_text_field in columns:
+        args.dataset_text_field = "completion"  # where the package adds the end token (docs/data.md)
     return given | {"args": args}
 
 

@@ -50,8 +50,9 @@ class Confinement:
         return not self.missing
 
 
-def confine(writable: str) -> Confinement:
-    """Confine this process permanently. `writable`: the folder that it may write to.
+def confine(writable: str, *, empty: bool = True) -> Confinement:
+    """Confine this process permanently. `writable`: the folder that it may write to, `empty`: and finds empty if the
+    kernel permits it.
 
     The process must have one thread: Landlock applies to the calling thread and those it starts later. Raises
     RuntimeError otherwise. Closes all file descriptors above 2.
@@ -70,7 +71,7 @@ def confine(writable: str) -> Confinement:
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         return Confinement(missing=[f"no_new_privs: {_reason()}"])
     missing = []
-    tmpfs = _mount_tmpfs(libc, writable)
+    tmpfs = empty and _mount_tmpfs(libc, writable)
     version = _landlock(libc, writable)
     if version < 3:  # before version 3, read-only files could be truncated
         why = "version 3 is needed (Linux 6.2)" if version > 0 else os.strerror(-version)
@@ -435,6 +436,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pass  # it has already exited
 
 
+def for_libraries(folder: str) -> dict[str, str]:
+    """The environment of a process with the installed packages and no folder but this one."""
+    names = dict.fromkeys(("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME"), folder)
+    return names | {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int = 2**24) -> Finished:
     """Run a Python file with the installed packages, confined. It can write only to its working directory, which
     is removed afterwards. If the kernel does not grant the whole profile, nothing runs (exit code 70)."""
@@ -443,15 +450,12 @@ def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int 
     folder = tempfile.mkdtemp(prefix="finetune-sandbox-")
 
     def exceeds(process: int) -> str:
-        return _use(process) or _filled(folder)
+        return excess(process) or _filled(folder)
 
-    environment = {name: folder for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
-    environment |= {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [*PYTHON, os.path.abspath(__file__), folder, os.path.abspath(path)]
+    limits = {"seconds": seconds, "output": output}
     try:
-        return run(
-            command, given, seconds=seconds, output=output, environment=environment, folder=folder, exceeds=exceeds
-        )
+        return run(command, given, **limits, environment=for_libraries(folder), folder=folder, exceeds=exceeds)
     finally:
         remove(folder)
 
@@ -461,7 +465,7 @@ RESIDENT = 8 * 2**30  # bytes; RLIMIT_AS has to be larger, because torch reserve
 THREADS = 4096  # libraries start some for each processor; RLIMIT_NPROC does not hold for root
 
 
-def _use(process: int) -> str:
+def excess(process: int) -> str:
     """`memory` or `threads` if a process uses too much; "" also if this system does not report it."""
     try:
         with open(f"/proc/{process}/status", encoding="ascii", errors="replace") as stream:
@@ -509,12 +513,11 @@ def remove(folder: str) -> None:
             pending.pop()
 
 
-def main() -> None:
+def main(folder: str, path: str, *, empty: bool = True) -> None:
     """`python -s -P sandbox.py FOLDER FILE`: run a Python file confined."""
-    folder, path = sys.argv[1:]
     with open(path, "rb") as stream:
         code = compile(stream.read(), path, "exec")
-    granted = confine(folder)
+    granted = confine(folder, empty=empty)
     if not granted.complete:
         sys.stderr.write(f"{NOT_CONFINED}: {'; '.join(granted.missing)}\n")
         raise SystemExit(70)
@@ -524,4 +527,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

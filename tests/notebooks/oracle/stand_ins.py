@@ -151,17 +151,22 @@ def seed() -> None:
     transformers.set_seed = lambda *_, **__: None
 
 
+def environment(here: str) -> dict[str, str]:
+    """What libraries read when they are imported."""
+    return dict(
+        CUDA_VISIBLE_DEVICES="", UNSLOTH_DISABLE_STATISTICS="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled",
+        UNSLOTH_COMPILE_LOCATION=os.path.join(here, "compiled"), TOKENIZERS_PARALLELISM="false",
+        HF_DATASETS_CACHE=os.path.join(here, "datasets"), MPLBACKEND="Agg", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+
+
 def prepare(unsloth: bool, *, template: bool = True) -> None:
     """Import the libraries, Unsloth first if the program uses it, and replace what loads.
 
     `template`: whether the tokenizer has a chat template.
     """
     here = os.getcwd()
-    os.environ.update(
-        CUDA_VISIBLE_DEVICES="", UNSLOTH_DISABLE_STATISTICS="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled",
-        UNSLOTH_COMPILE_LOCATION=os.path.join(here, "compiled"), TOKENIZERS_PARALLELISM="false",
-        HF_DATASETS_CACHE=os.path.join(here, "datasets"), MPLBACKEND="Agg", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    os.environ.update(environment(here))
     if unsloth:
         importlib.import_module("unsloth")
     import datasets
