@@ -1,5 +1,4 @@
-"""A notebook cannot make the witness pass a wrong script by a report of another shape, by what it prints, patches or
-starts; and it is stopped if it takes too much."""
+"""A report of another shape never passes a script, and a notebook is stopped if it takes too much."""
 
 from __future__ import annotations
 
@@ -152,19 +151,6 @@ def test_only_an_end_token_that_the_script_adds_is_equal(tmp_path: Path, monkeyp
     assert verdict(tmp_path, monkeypatch, [RUN], [{**longer, "eos": None}]).status == "differs"
 
 
-def test_a_reason_is_safe_to_print_and_to_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\u202e\ud800" + "x" * 10_000
-    report = lambda key, text: lambda given: json.dumps({"key": json.loads(given)["key"], key: text}).encode()  # noqa: E731
-    odd = {**RUN, "columns": {hostile: "text"}}
-    reasons = [
-        verdict(tmp_path, monkeypatch, [RUN], [{"refused": hostile}]).reason,
-        verdict(tmp_path, monkeypatch, [RUN], [RUN], report("error", hostile)).reason,
-        verdict(tmp_path, monkeypatch, [odd], [{**RUN, "rows": [[[5, 6], [5, 6]]]}]).reason,
-    ]
-    for reason in reasons:
-        assert reason.isprintable() and reason.encode() and len(reason) <= 2000, reason
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 99_999, '{"cells": [1]}', '{"cells": [{"cell_type": "code"}]}'])
 def test_a_notebook_that_is_none_is_not_compared(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.ipynb").write_text(text)
@@ -238,92 +224,3 @@ def test_who_is_confined_ends_with_its_parent(tmp_path: Path, monkeypatch: pytes
         assert select.select([child], [], [], 60)[0], "it outlives the process that started it"
     finally:
         os.close(child)
-
-
-# --- notebooks that attack, against a wrong script --------------------------------------------------------------------
-
-CELL = """from transformers import AutoModelForCausalLM, AutoTokenizer
-from datasets import load_dataset
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
-model = AutoModelForCausalLM.from_pretrained("acme/tiny")
-tokenizer = AutoTokenizer.from_pretrained("acme/tiny")
-dataset = load_dataset("acme/chats", split = "train").map(lambda row: {"messages": row["messages"]})
-trainer = SFTTrainer(
-    model = model, processing_class = tokenizer, train_dataset = dataset,
-    peft_config = LoraConfig(r = 8, target_modules = ["q_proj"], task_type = "CAUSAL_LM"),
-    args = SFTConfig(max_steps = 5, learning_rate = 2e-4, output_dir = "outputs"),
-)"""
-FORGE = """
-import atexit, builtins, json, os, signal, sys, threading, time
-forged = json.dumps({"key": "0" * 32, "found": RUNS}).encode()
-def everywhere():
-    for number in range(1, 64):
-        try:
-            os.write(number, forged)
-        except OSError:
-            pass
-""".replace("RUNS", repr([RUN]))
-# Each before the notebook's own cell. None may pass with a script of another learning rate.
-FORGERIES = {
-    "leaves": "os._exit(0)",
-    "exits": "sys.exit(0)",
-    "stops": "raise KeyboardInterrupt",
-    "writes a report and leaves": "everywhere(); os._exit(0)",
-    "writes a report at the end": "atexit.register(everywhere)",
-    "writes a report and goes on": "everywhere()",
-    "writes from a thread": "threading.Thread(target=lambda: [everywhere() for _ in range(99)], daemon=True).start()",
-    "writes on a timer": "signal.signal(signal.SIGALRM, lambda *_: everywhere()); signal.setitimer(0, 1, 0.1)",
-    "writes in a child": "os.fork() or everywhere()",
-    "replaces the writer": "real = os.write; os.write = lambda number, data: (real(number, forged), len(data))[1]",
-    "replaces the exit": "os._exit = lambda code: everywhere()",
-    "replaces the encoder": "json.JSONEncoder.encode = json.dumps = lambda *_: forged.decode()",
-    "replaces comparisons": "builtins.all = builtins.any = lambda *_: True",
-    "replaces conversions": "real = float\nbuiltins.float = lambda value=0: 3e-4 if value == 2e-4 else real(value)",
-    "replaces getattr": "real = getattr\n"
-    "builtins.getattr = lambda o, n, *d: 3e-4 if n == 'learning_rate' else real(o, n, *d)",
-    "changes its builtins": "__builtins__.__dict__['float'] = lambda value=0: 3e-4",
-    "lies about length": "builtins.len = lambda value: 0",
-    "opens the report's files": "[open(f'/proc/self/fd/{n}', 'wb').write(forged) for n in range(1, 9)]",
-    "closes the pipe": "os.closerange(3, 64)",
-    "fills the pipe": "while True: everywhere()",
-    "raises what a terminal obeys": "raise SystemExit('\\x1b[2J\\ud800')",
-    "signals its parent": "os.kill(os.getppid(), signal.SIGKILL)",
-    "waits": "time.sleep(9999)",
-    "takes memory": "held = [bytearray(10 << 20) for _ in range(900)]; time.sleep(9999)",
-}
-
-
-@confined
-@pytest.mark.parametrize("name", ["nothing", *FORGERIES])
-def test_no_notebook_makes_a_wrong_script_pass(
-    name: str, wrong: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "RESIDENT", 3 * 2**30)
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    seconds = 25 if name == "waits" else 120
-    try:
-        theirs = witness.run_notebook(write(tmp_path, FORGE + FORGERIES.get(name, "")), seconds)
-    except witness.CouldNotRun as error:
-        assert str(error).isprintable() and name != "nothing"
-    else:
-        assert "learning_rate" in witness.first_difference(theirs["runs"], wrong)
-    assert not os.listdir(tmp_path / "temporary")
-
-
-def write(folder: Path, first: str) -> Path:
-    cells = [{"cell_type": "code", "source": source} for source in (first, CELL, "trainer.train()")]
-    (folder / "mine.ipynb").write_text(json.dumps({"cells": cells}))
-    return folder / "mine.ipynb"
-
-
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The runs of the honest notebook, as a script of another learning rate would report them."""
-    theirs = witness.run_notebook(write(tmp_path_factory.mktemp("honest"), ""))
-    ours = copy.deepcopy(theirs["runs"])
-    assert witness.first_difference(theirs["runs"], ours) == ""
-    for run in ours:
-        run["settings"]["learning_rate"] = 3e-4
-    return ours
