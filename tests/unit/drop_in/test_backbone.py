@@ -58,3 +58,11 @@ def test_both_doors_leave_out_layers_on_which_an_adapter_has_no_effect(
     assert adapted == wanted and any(name.endswith("in_proj") for name in adapted)
     assert not any(name.endswith(("mamba.out_proj", "mixer.out_proj")) for name in adapted)
     assert given.exclude_modules is None
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Gemma4", "Lfm2", "GraniteMoeHybrid"])
+def test_a_script_packs_rows_of_todays_families(family: str, make: Callable[..., Any], tmp_path: Path) -> None:
+    folder = (tiny.save_multimodal if family in tiny.MULTIMODAL else tiny.save_text)(family, tmp_path / "model")
+    job = make(path=folder, packing=True, max_length=64).job
+    assert job.unpacked_because is None and job.layout.packs.pack_length == 64
+    assert job.layouts.proof.startswith("documents are apart bit for bit")
