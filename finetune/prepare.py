@@ -45,6 +45,7 @@ def _run(argv: list[str]) -> int:
         named = held_out if isinstance(held_out, Mapping) else {"": held_out}
         layouts = {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
         show(job.data, {"train": job.layout, **layouts}, job.tokenizer, began, options.json)
+        print_line(f"Packs: {job.layouts.proof or f'none, {job.unpacked_because}'}")
         return DONE
 
     return scripts.run(script, scripts.Answer(trainer=from_trainer))

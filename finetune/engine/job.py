@@ -354,22 +354,23 @@ def model_size(model: Model) -> ModelSize:
     """Sizes that determine the floating-point operations per step."""
     from finetune.engine.model import experts
 
-    config = model.config.get_text_config()
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    tied = head is not None and embedding.weight is head.weight
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    reached = multimodal.outside_towers(model).values()
+    looked_up = {one.weight for one in reached if hasattr(one, "num_embeddings")} - {getattr(head, "weight", None)}
+    attends = sum(hasattr(one, "is_causal") for one in reached)
     found = experts.count(model)
     beside = sum(one.numel() for tower in multimodal.towers(model).values() for one in tower.parameters())
     head_dim, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
+    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else config.hidden_size
     return ModelSize(
         parameters=found.total,
         active_parameters=found.active,
-        matmul_parameters=found.active - beside - (0 if tied else embedding.weight.numel()),
+        matmul_parameters=found.active - beside - sum(one.numel() for one in looked_up),
         trainable_parameters=found.trainable,
         active_trainable_parameters=found.active_trainable,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        attention=heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else config.hidden_size,
+        attention=width * attends // config.num_hidden_layers if attends else width,
     )
 
 

@@ -146,13 +146,6 @@ def _weights_read(kind: type[torch.nn.Module]) -> list[str]:
         return []
 
 
-def is_transposed(model: Model) -> bool:
-    """Whether the model's layers store their weights as GPT-2's do: inputs by outputs (`fan_in_fan_out`)."""
-    from transformers.pytorch_utils import Conv1D
-
-    return any(isinstance(module, Conv1D) for module in model.modules())
-
-
 def _as_list(targets: str, names: list[str]) -> str:
     """The names of modules that a string lists, such as `q_proj, v_proj`; "" if it lists anything else."""
     parts = [part for part in re.split(r"[\s,;]+", targets) if part]

@@ -27,8 +27,10 @@ def adapter_seed(config: Config) -> int:
 def add_adapter(model: Any, config: Config) -> Any:
     """The model with a new adapter of PEFT."""
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
-    transposed: JsonObject = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
+    # GPT-2's layers store their weights as inputs by outputs.
+    transposed: JsonObject = {"fan_in_fan_out": True} if any(isinstance(one, Conv1D) for one in model.modules()) else {}
     with explain_adapter_error(config):
         model = get_peft_model(
             model,

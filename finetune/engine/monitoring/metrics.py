@@ -15,12 +15,12 @@ class ModelSize:
 
     parameters: int
     active_parameters: int  # that one token uses: all but the experts that it is not routed to
-    matmul_parameters: int  # of the active ones, those that multiply it: all but the input embedding
+    matmul_parameters: int  # of the active ones, those that multiply it: all but embeddings
     trainable_parameters: int
     active_trainable_parameters: int
     layers: int
     hidden: int
-    attention: int  # width of the queries of all heads of a layer
+    attention: int  # width of the queries of all heads of a layer, the mean where some layers have no attention
 
     @property
     def text(self) -> str:

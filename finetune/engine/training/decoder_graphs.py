@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from finetune.data.packs import MAX_PADDING_SEGMENT
+from finetune.engine.kernels import by_document
 from finetune.engine.sharding import shard
 from finetune.engine.training.recompute import EVERYTHING_KEPT
 from finetune.errors import RunError
@@ -51,6 +52,8 @@ def why_not(trainer: Any) -> str | None:
             "activations are computed again in the backward pass (training.gradient_checkpointing: auto keeps them if "
             "they fit)"
         )
+    if (why := by_document.carries_state(trainer.model)) is not None:
+        return why
     full = getattr(trainer.model, "peft_config", None) is None
     if full and args.world_size > 1:
         return "DDP reduces the gradients of full fine-tuning during the backward pass"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from finetune.config import load
-from finetune.drop_in import backbone
 from finetune.engine.model import adapters
 from finetune.errors import UserError
 from tests.helpers import tiny
@@ -38,10 +37,12 @@ def test_rows_of_text_are_read_by_a_processors_tokenizer(make: Callable[..., Any
 @pytest.mark.parametrize("family", ["FalconH1", "NemotronH", "GraniteMoeHybrid"])
 @pytest.mark.parametrize("targets", ["all-linear", ["in_proj", "out_proj"]])
 def test_both_doors_leave_out_layers_on_which_an_adapter_has_no_effect(
-    family: str, targets: Any, capsys: pytest.CaptureFixture[str]
+    family: str, targets: Any, make: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PEFT itself refuses two of these families, and accepts `out_proj` of the third."""
     from peft import LoraConfig, get_peft_model
+
+    from finetune.drop_in import backbone
 
     given = LoraConfig(target_modules=targets, task_type="CAUSAL_LM")
     model = tiny.make_text(family, tiny.RECURRENT[family])

@@ -11,6 +11,7 @@ import torch
 from finetune.engine.job import model_size
 from finetune.engine.monitoring import metrics
 from finetune.engine.monitoring.metrics import ModelSize
+from tests.helpers import tiny
 
 
 def size(*, matmul: int, trained: int, layers: int = 0, hidden: int = 0) -> ModelSize:
@@ -69,6 +70,20 @@ def test_flops_of_experts_equal_those_torch_counts(trained: bool) -> None:
     attention = metrics.training_flops(found, tokens=0, squared_lengths=length**2)
     rotary = counter.get_total_flops() - linear - 2 * attention
     assert 0 <= rotary < 0.01 * linear
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Gemma4", "Lfm2", "NemotronH"])
+def test_flops_count_what_multiplies_a_token(family: str) -> None:
+    """The linear layers, convolutions and head, neither tables nor towers; attention in the layers that have it."""
+    multimodal = family in tiny.MULTIMODAL
+    model = tiny.make_multimodal(family) if multimodal else tiny.make_text(family, tiny.RECURRENT[family])
+    found, decoder = model_size(model), model.get_decoder()
+    multiplied = {model.get_output_embeddings().weight} | {one for one in decoder.parameters()}
+    multiplied -= {one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding)}
+    multiplied |= {model.get_output_embeddings().weight}
+    assert found.matmul_parameters == sum(one.numel() for one in multiplied)
+    attends = 2 if family == "Gemma4" else 1
+    assert found.attention * found.layers == attends * 2 * 16
 
 
 def test_frozen_weights_cost_two_thirds() -> None:
