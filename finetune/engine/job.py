@@ -355,7 +355,7 @@ def model_size(model: Model) -> ModelSize:
     from finetune.engine.model import experts
 
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    reached = multimodal.outside_towers(model).values()
+    reached: list[Any] = list(multimodal.outside_towers(model).values())
     looked_up = {one.weight for one in reached if hasattr(one, "num_embeddings")} - {getattr(head, "weight", None)}
     attends = sum(hasattr(one, "is_causal") for one in reached)
     found = experts.count(model)
