@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.engine.checkpoint import base_weights
-from finetune.export import command
+from finetune.export import command, verify
 from finetune.export.adapter import Adapter
 from finetune.export.merged import Merge
 from tests.helpers import tiny
@@ -120,6 +121,14 @@ def load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def check_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of an export, which has a process of its own."""
+    spec = importlib.util.spec_from_file_location("export_check", verify.PROGRAM)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
+    monkeypatch.setattr(verify, "run", lambda job: check.check({"max_new_tokens": 4} | job))
 
 
 def shrink(folder: Path, factor: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,15 @@ from finetune import cli
 from finetune.config import load
 from finetune.data import store
 from finetune.engine import multimodal
-from finetune.engine.kernels import by_document
-from finetune.engine.model import adapters, load_errors, loading, packing
+from finetune.engine.model import adapters, load_errors, loading
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
-from finetune.export import verify
-from finetune.runtime.bootstrap import Stack
 from tests.helpers import launch, tiny
-from tests.helpers.export import WARNINGS
+from tests.helpers.export import WARNINGS, check_in_this_process
 from tests.helpers.runs import Runs, in_this_process
 
 pytestmark = WARNINGS
 FAMILIES = sorted(tiny.MULTIMODAL)
-STACK = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
 
 
 def without_gradient(model: Any) -> set[str]:
@@ -107,21 +102,6 @@ def test_what_cannot_be_trained_says_why(kind: str, tmp_path: Path) -> None:
         loading.load_base(str(tmp_path))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packs_are_tried(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each document has the logits that it has alone."""
-    model = tiny.make_multimodal(family).eval()
-    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x"])
-    assert packing.prepare_for_packs(model, config, STACK).leak is None
-    ids = torch.arange(3, 33)[None]
-    places = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    with torch.no_grad():
-        given = by_document.arguments_of_pack(model, "transformers")(torch.tensor([12, 18]), torch.device("cpu"))
-        packed = model(input_ids=ids, position_ids=places, use_cache=False, **given).logits[:, 12:]
-        alone = model(input_ids=ids[:, 12:]).logits
-    assert torch.allclose(packed, alone, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("multimodal")
@@ -185,10 +165,7 @@ def test_a_run_and_its_export(
         printed = " ".join(capsys.readouterr().out.split())
         assert "Rows of text never reach model.vis" in printed
         assert run["packs"]["packed"] == bool(packed) and f"{run['packs']['reason']}" in printed
-        spec = importlib.util.spec_from_file_location("export_check", verify.PROGRAM)
-        assert spec is not None and spec.loader is not None
-        spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
-        monkeypatch.setattr(verify, "run", lambda job: check.check({"max_new_tokens": 8} | job))
+        check_in_this_process(monkeypatch)
         assert cli.main(["export", str(tmp_path / "out"), "--to", "merged", "--out", str(tmp_path / "merged")]) == 0
     plain: Any = transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     if full == "false":

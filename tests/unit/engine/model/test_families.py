@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import transformers
 from safetensors.torch import load_file
 
 from finetune import cli
-from finetune.export import verify
 from tests.helpers import tiny
 from tests.helpers.chat import answered
-from tests.helpers.export import WARNINGS
+from tests.helpers.export import WARNINGS, check_in_this_process
 from tests.helpers.runs import Runs, in_this_process
 
 pytestmark = WARNINGS
@@ -52,14 +50,6 @@ def test_a_family_through_its_runs(family: str, tmp_path: Path, monkeypatch: pyt
     before, after = load_file(base / "model.safetensors"), load_file(full / "model.safetensors")
     assert {name: one.shape for name, one in after.items()} == {name: one.shape for name, one in before.items()}
     assert sum(not torch.equal(one, before[name]) for name, one in after.items()) > 15  # without towers
-
-
-def check_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of an export, which has a process of its own."""
-    spec = importlib.util.spec_from_file_location("export_check", verify.PROGRAM)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
-    monkeypatch.setattr(verify, "run", lambda job: check.check({"max_new_tokens": 4} | job))
 
 
 def answer_of_transformers(family: str, folder: Path) -> str:

@@ -78,8 +78,9 @@ def test_flops_count_what_multiplies_a_token(family: str) -> None:
     multimodal = family in tiny.MULTIMODAL
     model = tiny.make_multimodal(family) if multimodal else tiny.make_text(family, tiny.RECURRENT[family])
     found, decoder = model_size(model), model.get_decoder()
-    multiplied = {model.get_output_embeddings().weight} | {one for one in decoder.parameters()}
-    multiplied -= {one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding)}
+    multiplied = set(decoder.parameters()) - {
+        one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding)
+    }
     multiplied |= {model.get_output_embeddings().weight}
     assert found.matmul_parameters == sum(one.numel() for one in multiplied)
     attends = 2 if family == "Gemma4" else 1
