@@ -357,11 +357,10 @@ def model_size(model: Model) -> ModelSize:
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     reached: list[Any] = list(multimodal.outside_towers(model).values())
     looked_up = {one.weight for one in reached if hasattr(one, "num_embeddings")} - {getattr(head, "weight", None)}
-    attends = sum(hasattr(one, "is_causal") for one in reached)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    of_a_head = sum(getattr(one, "head_dim", 0) for one in reached if hasattr(one, "is_causal"))
     found = experts.count(model)
     beside = sum(one.numel() for tower in multimodal.towers(model).values() for one in tower.parameters())
-    head_dim, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
-    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else config.hidden_size
     return ModelSize(
         parameters=found.total,
         active_parameters=found.active,
@@ -370,7 +369,7 @@ def model_size(model: Model) -> ModelSize:
         active_trainable_parameters=found.active_trainable,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        attention=width * attends // config.num_hidden_layers if attends else width,
+        attention=heads * of_a_head // config.num_hidden_layers or config.hidden_size,
     )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from finetune.parity import command as parity
-from tests.cases import models
 from tests.helpers import launch, tiny
 
 pytestmark = pytest.mark.process
@@ -21,8 +20,8 @@ EXPERTS = ("--model.model_name_or_path", "EXPERTS", "--training.router_aux_loss_
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a mixture of four experts, two for each token."""
-    return models.make("moe", tmp_path_factory.mktemp("experts") / "moe")
+    """Folder of a mixture of four experts, two for each token, with a layer that carries a state."""
+    return tiny.save_text("GraniteMoeHybrid", tmp_path_factory.mktemp("experts") / "hybrid")
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62},
     ),
     "Gemma4": (
-        _GEMMA | {"global_head_dim": 16, "hidden_size_per_layer_input": 8},
+        _GEMMA | {"global_head_dim": 32, "hidden_size_per_layer_input": 8},
         {"vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}}
         | {"audio_config": _VISION | {"output_proj_dims": 32, "subsampling_conv_channels": [8, 4]}},
     ),

@@ -56,8 +56,9 @@ class AttentionShapes:
 
 
 def shapes(model: Model, lengths: Sequence[int], dtype: torch.dtype) -> AttentionShapes:
-    """The shapes of a model's attention over documents of these lengths."""
+    """The shapes of a model's attention over documents of these lengths; of its first layer where they differ."""
     config = model.config.get_text_config()
+    config = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
     heads = config.num_attention_heads
     return AttentionShapes(
         heads=heads,

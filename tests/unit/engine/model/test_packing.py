@@ -64,6 +64,13 @@ def losses(model: Any, rows: list[Any], pack_length: int | None) -> tuple[list[f
     return found, torch.cat([one.grad.flatten() for one in trained])
 
 
+def assert_as_if_alone(packed: Any, plain: Any) -> None:
+    found, gradient = losses(packed, [documents()], 192)
+    expected, expected_gradient = losses(plain, [[one] for one in documents()], None)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert torch.linalg.vector_norm(gradient - expected_gradient) < 1e-5 * torch.linalg.vector_norm(expected_gradient)
+
+
 @pytest.mark.parametrize("family", [*ATTENTION, *tiny.MULTIMODAL, *tiny.RECURRENT])
 def test_packed_documents_are_as_if_alone(family: str) -> None:
     """Losses and gradients, with layers computed again in the backward pass."""
@@ -77,10 +84,7 @@ def test_packed_documents_are_as_if_alone(family: str) -> None:
     assert tried.leak is None and tried.proof.startswith(APART) and (RECURRENT[:16] in tried.proof) == recurrent
     assert all(one.grad is None for one in packed.parameters())
     tiny.checkpoint_activations(packed)
-    found, gradient = losses(packed, [documents()], 192)
-    expected, expected_gradient = losses(plain, [[one] for one in documents()], None)
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert torch.linalg.vector_norm(gradient - expected_gradient) < 1e-5 * torch.linalg.vector_norm(expected_gradient)
+    assert_as_if_alone(packed, plain)
 
 
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3_5", "Qwen3Next", "FalconH1", "NemotronH", "Mamba"])
@@ -121,10 +125,7 @@ def test_a_kernel_that_knows_the_boundaries_computes_packs(family: str, monkeypa
     monkeypatch.setitem(names, function, kernel)
     tried = packing.prepare_for_packs(packed, CONFIG, STACK)
     assert tried.leak is None and tried.proof == APART
-    found, gradient = losses(packed, [documents()], 192)
-    expected, expected_gradient = losses(plain, [[one] for one in documents()], None)
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert torch.linalg.vector_norm(gradient - expected_gradient) < 1e-5 * torch.linalg.vector_norm(expected_gradient)
+    assert_as_if_alone(packed, plain)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Qwen3Moe", "Qwen3VL", "Gemma4"])

@@ -83,8 +83,7 @@ def test_flops_count_what_multiplies_a_token(family: str) -> None:
     }
     multiplied |= {model.get_output_embeddings().weight}
     assert found.matmul_parameters == sum(one.numel() for one in multiplied)
-    attends = 2 if family == "Gemma4" else 1
-    assert found.attention * found.layers == attends * 2 * 16
+    assert found.attention * found.layers == 2 * (16 + 32 if family == "Gemma4" else 16)  # of two heads
 
 
 def test_frozen_weights_cost_two_thirds() -> None:
