@@ -11,7 +11,7 @@ from finetune.init.detect import CONVERSATIONS, Length, Model, Rows
 
 COMMENT_COLUMN = 44
 # Peak learning rates: the defaults of docs/configuration.md, a tenth for full fine-tuning. A run of few steps gets the
-# upper end of the range that the review calls usual (review/rules/learning.py); twice that taught SmolLM2 96 rows.
+# upper end of the range that the review calls usual (review/rules/learning.py): benchmarks/results/LOG.md, few rows.
 LEARNING_RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 OF_FEW_STEPS = 2.5  # times as much
 
