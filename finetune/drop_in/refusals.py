@@ -248,8 +248,8 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
     held = getattr(model, "peft_config", None) or {}
     if held and not hasattr(model, "get_base_model"):
         raise Refused(
-            "the model holds an adapter that `get_peft_model` or `add_adapter` put into it: saved from this model, "
-            "nothing could load it. Give SFTTrainer what `get_peft_model` returns."
+            "the model holds an adapter that was put into it; saved from this model, nothing could load it. Give "
+            "SFTTrainer what `get_peft_model` or `PeftModel.from_pretrained(model, folder, is_trainable=True)` returns."
         )
     adapters = [peft_config, *held.values()]
     trains_quantized = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)

@@ -265,11 +265,9 @@ def first_difference(theirs: list[JsonObject], ours: list[JsonObject], *, unslot
             _of_values(one["settings"], two["settings"])
             or _of_values(one["model"], two["model"])
             or _of_adapters(one["lora"], two["lora"])
-            or _of_rows(one["rows"], two["rows"], about, added, one.get("eos"))
+            or _of_rows(_cut(one, unsloth), two["rows"], about, added, one.get("eos"))
             or _of_given(one["given"], two["given"])
         )
-        if "token ids differ" in difference:
-            difference += _on_length(one["rows"], two["rows"], two["settings"]["max_length"])
         if difference:
             return _shown(difference, 2000)
     return ""
@@ -316,14 +314,11 @@ def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: i
     return one == [two[0][:-1], two[1][:-1]]
 
 
-def _on_length(one: list[Any], two: list[Any], limit: Any) -> str:
-    """What to do if the script alone cuts rows at its `max_length`, as Unsloth does not with rows of token ids."""
-    if not any(len(mine[0]) > limit == len(theirs[0]) for mine, theirs in zip(one, two, strict=False) if limit):
-        return ""
-    return (
-        f"; only the script cuts rows at max_length={limit}: cut them where the notebook tokenizes them"
-        f" (truncation=True, max_length={limit}), or give SFTConfig a max_length that holds them"
-    )
+def _cut(run: JsonObject, unsloth: bool) -> list[Any]:
+    """The rows of a notebook. Rows of token ids are cut by Unsloth's model, and by the package before."""
+    limit = run["settings"]["max_length"] if unsloth else None
+    cut = [[part[: int(limit)] for part in row] if limit else row for row in run["rows"]]
+    return [row for row in cut if any(label != -100 for label in row[1])]
 
 
 def _without_added(one: list[Any], two: list[Any], added: int, eos: int | None) -> list[Any]:

@@ -235,17 +235,16 @@ def test_rows_that_a_filter_a_table_and_an_object_need_are_compared(tmp_path: Pa
         assert witness.check(path, {"mine.py": wrong}).status == "differs", old
 
 
-def test_rows_that_only_the_script_cuts_are_explained() -> None:
+def test_rows_of_unsloth_are_compared_up_to_the_length_that_its_model_takes() -> None:
     def run(length: int) -> dict[str, Any]:
         row = [list(range(length)), [-100, *range(1, length)]]
         settings = {"max_length": 8}
         return {"columns": {}, "settings": settings, "model": {}, "lora": None, "given": {"output_dir": None},
                 "rows": [row], "eos": 99}  # fmt: skip
 
-    found = witness.first_difference([run(12)], [run(8)])
-    assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
-    assert "max_length" not in witness.first_difference([run(6)], [run(5)])
-    assert witness.first_difference([run(8)], [run(8)]) == ""
+    assert witness.first_difference([run(12)], [run(8)], unsloth=True) == ""
+    assert "token ids differ" in witness.first_difference([run(12)], [run(7)], unsloth=True)
+    assert "token ids differ" in witness.first_difference([run(12)], [run(8)])
 
 
 @pytest.mark.parametrize(

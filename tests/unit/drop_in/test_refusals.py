@@ -159,7 +159,7 @@ def test_the_base_of_a_model_with_an_adapter_is_refused() -> None:
     from finetune.drop_in import refusals
 
     base = SimpleNamespace(peft_config={"default": SimpleNamespace(is_prompt_learning=False)})
-    with pytest.raises(refusals.Refused, match="Give SFTTrainer what `get_peft_model` returns"):
+    with pytest.raises(refusals.Refused, match="Give SFTTrainer what `get_peft_model` or `PeftModel"):
         refusals.check_model(base, None, SimpleNamespace(packing=False))
     base.get_base_model = lambda: None
     refusals.check_model(base, None, SimpleNamespace(packing=False))
