@@ -1,4 +1,5 @@
-"""Fail on rank $FAULT_RANK in step $FAULT_STEP: $FAULT is `raise`, `nan` (weights), `none` or the name of a signal."""
+"""Fail on rank $FAULT_RANK in step $FAULT_STEP: $FAULT is `raise`, `nan` (weights), `bit` (of one weight),
+`state` (a bit of an optimizer state), `none` or the name of a signal."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ def break_step(trainer: Any) -> None:
             if kind == "nan":
                 for parameter in self.model.parameters():
                     parameter.data.fill_(float("nan"))
+            elif kind in ("bit", "state"):
+                import torch
+
+                weight = next(one for one in self.model.parameters() if one.requires_grad)
+                flipped = weight.data if kind == "bit" else self.optimizer.state[weight]["exp_avg"]
+                flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
             elif kind != "none":
                 os.kill(os.getpid(), getattr(signal, kind))
         return healthy(self, *arguments, **keywords)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from finetune.data.plan import Plan
-from finetune.engine.monitoring import peak_memory
+from finetune.engine.monitoring import peak_memory, wrong_bits
 from finetune.engine.monitoring.phases import PhaseTimer
 from finetune.engine.optimizer import master_weights
 from finetune.runtime import communication
@@ -24,7 +24,7 @@ from finetune.runtime.types import JsonObject
 # What a rank sends besides its losses, in this order; NaN for what it does not know.
 FIELDS = (
     *("step", *PHASES, "own_work", "wait", "peak_gib", "reserved_gib", "allocator_retries"),
-    *("top1", "entropy", "load_balancing", "unchanged", "compared"),
+    *("top1", "entropy", "load_balancing", "unchanged", "compared", *wrong_bits.FIELDS),
 )
 DDP_FIRST_STEPS = 10  # DDP measures its first ten steps whatever the sample rate
 
@@ -64,6 +64,7 @@ class StepRecord:
     load_balancing: float | None  # loss of a mixture of experts without its coefficient, summed over steps
     expert_tokens: list[np.ndarray]  # float64 [experts] of each layer that has several: the tokens of each expert
     unchanged: float | None  # share of the sampled trained weights that the last optimizer step left as they were
+    bits: list[list[float]]  # of each rank, for `wrong_bits.verdict`
 
 
 class Monitor:
@@ -97,6 +98,7 @@ class Monitor:
         self._kept: list[dict[str, list[float]]] | None = None
         self._sampler: nvml.GpuSampler | None = None
         self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
+        self._bits = trainer.wrong_bits = wrong_bits.WrongBits(trainer)
         _note_norms(trainer.accelerator, self._norms)
 
     def keep_steps(self) -> None:
@@ -181,6 +183,7 @@ class Monitor:
             steps, first = steps[1:], 2
         totals = [sum(map(sum, step.values())) for step in steps]
         own = self._own_fields(steps, totals, first) | {"wait": waited} | self._memory() | self._statistics()
+        own |= dict(zip(wrong_bits.FIELDS, self._bits.fields(), strict=True))
         norms = [float(norm) for norm in self._norms]
         self._norms.clear()
         counts = self._trainer.statistics.take_expert_counts()
@@ -203,6 +206,7 @@ class Monitor:
             load_balancing=_known_sum(fields, "load_balancing"),
             expert_tokens=self._by_layer(np.sum([vector[len(losses) : before] for vector in vectors], axis=0)),
             unchanged=(unchanged or 0) / compared if compared else None,
+            bits=[[one[name] for name in wrong_bits.FIELDS] for one in fields],
         )
 
     def sample_weights(self) -> None:
@@ -219,6 +223,9 @@ class Monitor:
         accounted = [(by_step[step], exposed) for step, exposed in self._accounts if step in by_step]
         self._accounts.clear()
         self._last_totals = dict(list(by_step.items())[-1:])
+        if self._trainer.graphs is not None and distributed.ranks().world_size > 1:  # nothing hides that reduction
+            accounted = [(total, step["backward"][-1]) for step, total in zip(steps, totals, strict=True)]
+            self._exposed += [exposed for _, exposed in accounted]
         if accounted:  # as a share: the step that DDP measured may take longer than the typical one
             self._exposed_share = median(exposed / total if total else 0.0 for total, exposed in accounted)
         step = median(totals) if totals else 0.0
@@ -333,7 +340,7 @@ def _note_norms(accelerator: Any, norms: list[torch.Tensor | float]) -> None:
 
 def _rank_record(rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: JsonObject | None) -> RankRecord:
     known = {name: None if math.isnan(value) else value for name, value in fields.items()}
-    for name in ("top1", "entropy", "load_balancing", "unchanged", "compared"):
+    for name in ("top1", "entropy", "load_balancing", "unchanged", "compared", *wrong_bits.FIELDS):
         known.pop(name)
     retries = int(known.pop("allocator_retries") or 0)
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)

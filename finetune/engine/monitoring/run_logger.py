@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
-from finetune.engine.monitoring import metrics, peak_memory, tensorboard_pages
+from finetune.engine.monitoring import metrics, peak_memory, tensorboard_pages, wrong_bits
 from finetune.engine.monitoring.evaluation_log import EvaluationLog, evaluated_sets
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.engine.monitoring.monitor import Monitor, StepRecord
@@ -92,6 +92,7 @@ class RunLogger(TrainerCallback):
         self._rates: list[float] = []  # learning rate of each step since the last record
         self._training_since: float | None = None
         self.trackers: list[Tracker] = []
+        self._devices: list[JsonObject] = []  # of each rank
         self._trainer: Any = None
         self._monitor: Monitor | None = None
 
@@ -143,13 +144,13 @@ class RunLogger(TrainerCallback):
         self._first_step = state.global_step + 1
         # A resumed run goes on counting where the checkpoint stopped.
         self.run.tokens_seen = self._counter.tokens_before(state.global_step)
-        devices = distributed.gather_objects(_device_facts(self.hardware))
+        self._devices = distributed.gather_objects(_device_facts(self.hardware))
         if (events := self.records.events) is not None:
             events.add_custom_scalars(tensorboard_pages.layout())
             for name, text in self.dashboard.texts.items():
                 events.add_text(name, text, state.global_step)
             events.add_histogram(tag("document_length"), self.layout.rows.lengths, state.global_step)
-        self.records.start_line(state.global_step, int(args.logging_steps), devices)
+        self.records.start_line(state.global_step, int(args.logging_steps), self._devices)
         peak_memory.take_window()
         self.monitor.start(int(args.logging_steps))
         self._training_since = time.perf_counter()
@@ -220,6 +221,8 @@ class RunLogger(TrainerCallback):
             norm = record.gradient_norms[-1] if record.gradient_norms else None
             loss = record.losses[-1] if record.losses else math.nan
             self.progress.log(state, loss, norm, self.run.throughput(window))
+        if (wrong := wrong_bits.verdict(record.bits, state.global_step, self._devices)) is not None:
+            raise RunError(wrong)  # all ranks hold the same record
         self._stop_if_diverged(record.losses, state.global_step, control)
 
     def _token_means(self, record: StepRecord) -> dict[str, float]:

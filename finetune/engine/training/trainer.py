@@ -40,6 +40,7 @@ from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.model.trial import is_fused_head_exact
 from finetune.engine.monitoring import token_statistics
 from finetune.engine.monitoring.token_statistics import TokenStatistics
+from finetune.engine.monitoring.wrong_bits import WrongBits
 from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard
 from finetune.engine.training import evaluation, recompute, state_files
@@ -139,6 +140,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
         self.graphs: DecoderGraphs | None = None  # while it trains with them
+        self.wrong_bits: WrongBits | None = None  # set by the monitor
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps  # transformers sets it in a step
         self.until_end = contextlib.ExitStack()  # of what is installed for the time of the training
         self.load_balancing: router_loss.LoadBalancing | None = None
         self.statistics = StepStatistics()
@@ -297,7 +300,20 @@ class SFTTrainer(trl.SFTTrainer):
         count = torch.tensor(planned, dtype=torch.int64)
         if self.stack.device == "cuda":
             count = count.pin_memory().to(device, non_blocking=True)
+        if self.wrong_bits is not None:
+            self.wrong_bits.before_pass(batches[0], count)
         return batches, count
+
+    def loss_apart(self, inputs: JsonObject, count: torch.Tensor) -> torch.Tensor:
+        """The loss of a training pass that leaves nothing behind but random numbers drawn."""
+        before, self.statistics = self.statistics, StepStatistics()
+        self.model.train()
+        try:
+            with self.compute_loss_context_manager():
+                given = self._prepare_inputs(dict(inputs))
+                return type(self).compute_loss(self, self.model, given, num_items_in_batch=count).detach()
+        finally:
+            self.statistics = before
 
     def _check_count(self, batches: list[JsonObject], planned: int) -> None:
         """Check, once per run, that the ranks' supervised tokens add up to the plan's count.

@@ -63,6 +63,8 @@ class FakeTrainer:
 
     def __init__(self, losses: list[float]) -> None:
         self.model_wrapped = types.SimpleNamespace()
+        self.graphs = self.optimizer = None
+        self.sharded = False
         self.statistics = StepStatistics()
         for loss in losses:
             self.statistics.add_loss(torch.tensor(loss), ends_step=True)
@@ -110,7 +112,8 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
         other = {"step": 3.75, "data_wait": 0.0, "forward": 1.5, "backward": 1.4, "communication": 0.1,
                  "optimizer": 0.5, "other": 0.25, "own_work": 3.65, "wait": 0.0, "peak_gib": 9.0,
                  "reserved_gib": math.nan, "allocator_retries": 3.0, "top1": math.nan, "entropy": math.nan,
-                 "load_balancing": 1.5, "unchanged": 30.0, "compared": 40.0}  # fmt: skip
+                 "load_balancing": 1.5, "unchanged": 30.0, "compared": 40.0, "checksum_low": 5.0,
+                 "checksum_high": 6.0, "wrong_pass": math.nan}  # fmt: skip
         blocks = [math.nan] * (2 * len(nvml.FIELDS))
         theirs = [4.0, 8.0, 10.0, *(other[name] for name in monitor.FIELDS), *blocks]
         assert len(own) == len(theirs)
@@ -127,6 +130,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     assert mine.tokens + other.tokens >= 36 and mine.gpu is None and record.top1 is None
     assert record.unchanged == 0.75  # of the rank that knows
     assert record.load_balancing == 2.25  # of both ranks
+    assert record.bits[1][:2] == [5.0, 6.0]
 
 
 def test_tokens_of_experts_are_those_of_all_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_two_ranks_with_recorded_passes_train_as_with_ddp(tmp_path: Path, tiny_m
     assert recorded["cuda_graphs"]["used"], recorded["cuda_graphs"]
     assert not launched["cuda_graphs"]["used"]
     assert recorded["losses"] == launched["losses"]
+    assert 0 < recorded["exposed_communication_fraction"] < 1
     weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("launched", "recorded")]
     assert all(torch.equal(weights[1][name], expected) for name, expected in weights[0].items())
 
