@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15770, 106),
+    "finetune/engine": (15940, 106),
     "finetune/export": (2542, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1085, 17),
-    "tests": (48980, 397),
+    "tests": (49100, 397),
 }
-TOTAL = (55890, 338)  # of the parts of finetune/ together
+TOTAL = (56060, 339)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
