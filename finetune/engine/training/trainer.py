@@ -89,6 +89,8 @@ class SFTTrainer(trl.SFTTrainer):
     processing_class: Any
 
     loss_is_scaled_for_ga: bool | None = None  # read by transformers 5.19 and newer
+    graphs: DecoderGraphs | None = None  # while it trains with them
+    wrong_bits: WrongBits | None = None  # set by the monitor
 
     def __init__(
         self,
@@ -139,8 +141,6 @@ class SFTTrainer(trl.SFTTrainer):
         self.weights = weights
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
-        self.graphs: DecoderGraphs | None = None  # while it trains with them
-        self.wrong_bits: WrongBits | None = None  # set by the monitor
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps  # transformers sets it in a step
         self.until_end = contextlib.ExitStack()  # of what is installed for the time of the training
         self.load_balancing: router_loss.LoadBalancing | None = None
