@@ -394,7 +394,6 @@ REMEDIES = {
     "not_rendered": _OTHER_TEMPLATE,
     "template_error": _OTHER_TEMPLATE,
     "mask_ambiguous": "set model.chat_template to another one, or data.assistant_only_loss: false",
-    "empty": "set data.keep_empty: true if they are empty on purpose",
     "over_length": "raise data.max_length, or set data.over_length: split",
     "no_label": "check data.max_length, data.assistant_only_loss and data.response_part",
     "no_assistant": "check data.columns, data.format and data.assistant_only_loss",
