@@ -267,6 +267,22 @@ def test_a_signal_saves_and_ends_with_130(
     assert record["losses"] + resumed["losses"] == whole["losses"]
 
 
+@pytest.mark.campaign
+def test_a_rank_that_is_killed_is_named_by_the_others(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """And the last checkpoint is whole, from which the run goes on to the same losses."""
+    arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4", "--training.save_steps", "2")
+    whole, out = launch.train("2 ranks", arguments, out=tmp_path / "whole", cache=tmp_path), tmp_path / "out"
+    done = faulty("torchrun", arguments, out, tmp_path, "SIGKILL", 1, 3)
+    assert done.returncode != 0
+    record = json.loads((out / "run.json").read_text())
+    cause = record["error"] if record["status"] == "failed" else record["interrupted_by"]
+    assert "the end of local rank 1, which was killed if it left no error" in cause, record
+    resumed = launch.train(
+        "2 ranks", [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path
+    )
+    assert resumed["losses"] == whole["losses"][2:]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
     done = faulty("1 rank", arguments, tmp_path / "out", tmp_path, "nan", 0, 3)

@@ -214,7 +214,8 @@ def on_signal(number: int, frame: FrameType | None) -> None:
         if requested():
             return
         request(_launcher_ended(state.launcher))
-    request(signal.Signals(number).name)
+    ended = launcher.ended_ranks() if number == signal.SIGTERM and launcher.is_library() else None
+    request(ended or signal.Signals(number).name)
     if not state.deferred or repeated:
         raise Interrupted(reason())
 
