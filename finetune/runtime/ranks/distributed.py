@@ -147,6 +147,23 @@ def launcher_profile() -> JsonObject:
     return profile
 
 
+def ended_ranks() -> str | None:
+    """Which local ranks of this launch have ended, for messages: those that are missing among the launcher's children.
+    None if there are none, or this cannot be told."""
+    import psutil
+
+    try:
+        children = psutil.Process(os.getppid()).children()
+        alive = {one.environ().get("LOCAL_RANK") for one in children if one.status() != psutil.STATUS_ZOMBIE}
+    except psutil.Error:
+        return None
+    me = ranks()
+    ended = ", ".join(str(rank) for rank in range(me.local_world_size) if str(rank) not in alive)
+    if not ended or str(me.local_rank) not in alive:
+        return None
+    return f"the end of local rank {ended}, which was killed if it left no error, perhaps for memory (see dmesg)"
+
+
 def wants_cpu() -> bool:
     """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
     return bool(launcher_profile().get("use_cpu"))

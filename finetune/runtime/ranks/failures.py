@@ -199,7 +199,7 @@ def explain_broken_connection(text: str) -> str | None:
         pass
     if _exiting.is_set():
         threading.Event().wait(QUIET_SECONDS)
-    cause = launcher.ended_ranks() or " ".join(text.split())[:200]
+    cause = distributed.ended_ranks() or " ".join(text.split())[:200]
     return (
         f"The connection to another rank broke: {cause}. A process has ended or the network has failed: see the "
         "end of the output on every machine, then start the run again with training.resume_from_checkpoint: true."

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from finetune.runtime.ranks import launcher
+from finetune.runtime.ranks import distributed, launcher
 
 SAME_SIGNAL_SECONDS = 2.0  # within this time, a second signal is the same Ctrl-C, forwarded by the launcher
 POLL_SECONDS = 1.0
@@ -214,7 +214,7 @@ def on_signal(number: int, frame: FrameType | None) -> None:
         if requested():
             return
         request(_launcher_ended(state.launcher))
-    ended = launcher.ended_ranks() if number == signal.SIGTERM and launcher.is_library() else None
+    ended = distributed.ended_ranks() if number == signal.SIGTERM and launcher.is_library() else None
     request(ended or signal.Signals(number).name)
     if not state.deferred or repeated:
         raise Interrupted(reason())

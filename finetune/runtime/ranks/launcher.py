@@ -84,23 +84,6 @@ def is_gone(parent: int) -> bool:
     return os.getppid() != parent
 
 
-def ended_ranks() -> str | None:
-    """Which local ranks of this launch have ended, for messages: those that are missing among the launcher's children.
-    None if there are none, or this cannot be told."""
-    import psutil
-
-    try:
-        children = psutil.Process(os.getppid()).children()
-        alive = {one.environ().get("LOCAL_RANK") for one in children if one.status() != psutil.STATUS_ZOMBIE}
-        size, own = int(os.environ["LOCAL_WORLD_SIZE"]), os.environ["LOCAL_RANK"]
-    except (psutil.Error, KeyError, ValueError):
-        return None
-    ended = ", ".join(str(rank) for rank in range(size) if str(rank) not in alive)
-    if not ended or own not in alive:
-        return None
-    return f"the end of local rank {ended}, which was killed if it left no error, perhaps for memory (see dmesg)"
-
-
 # --- children end with their parent ----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from finetune.errors import UserError
@@ -92,3 +93,16 @@ def test_ranks_that_accelerate_leaves_out_are_missed(monkeypatch: pytest.MonkeyP
         distributed.ranks()
     asked_for(monkeypatch, processes=2, machines=2)
     assert distributed.ranks().world_size == 2
+
+
+@pytest.mark.parametrize("state", ["alive", "zombie", "gone"])
+def test_a_rank_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    def child(rank: int, status: str) -> SimpleNamespace:
+        return SimpleNamespace(environ=lambda: {"LOCAL_RANK": str(rank)}, status=lambda: status)
+
+    children = [child(0, psutil.STATUS_RUNNING), child(2, psutil.STATUS_SLEEPING)]
+    children += {"alive": [child(1, psutil.STATUS_RUNNING)], "zombie": [child(1, psutil.STATUS_ZOMBIE)]}.get(state, [])
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(children=lambda: children))
+    launch(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    found = distributed.ended_ranks()
+    assert found is None if state == "alive" else found is not None and found.startswith("the end of local rank 1, ")

@@ -54,18 +54,3 @@ def test_two_launches_with_one_run_id_are_two(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(create_time=lambda: started))
     launcher.launch_id.cache_clear()
     assert first != launcher.launch_id()
-
-
-@pytest.mark.parametrize("state", ["alive", "zombie", "gone"])
-def test_a_rank_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    def child(rank: int, status: str) -> SimpleNamespace:
-        return SimpleNamespace(environ=lambda: {"LOCAL_RANK": str(rank)}, status=lambda: status)
-
-    children = [child(0, psutil.STATUS_RUNNING), child(2, psutil.STATUS_SLEEPING)]
-    children += {"alive": [child(1, psutil.STATUS_RUNNING)], "zombie": [child(1, psutil.STATUS_ZOMBIE)]}.get(state, [])
-    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(children=lambda: children))
-    assert launcher.ended_ranks() is None  # no rank of a launch
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    found = launcher.ended_ranks()
-    assert found is None if state == "alive" else found is not None and found.startswith("the end of local rank 1, ")
