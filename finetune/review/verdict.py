@@ -15,6 +15,7 @@ from finetune.text import counted
 # What makes a run worthless comes before what makes it slow, whatever its cost in time.
 FIRST = ("hang", "not-finite", "diverging", "frozen", "answers", "leak")
 FEWEST_STEPS = 5  # the first of a run compiles and allocates
+LOW_MFU = 0.15  # records: 0.4 to 0.7 for 1.2 B and 8 B on H100s; 0.2 with CUDA graphs for SmolLM2, 0.07 without
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,9 @@ def _unlimited(run: Run) -> Half:
         return Half(
             "Speed", f"{counted(run.steps, 'step')}, too few to judge (at least {FEWEST_STEPS}).", "unknown", "low"
         )
+    if (mfu := shares["MFU"]) is not None and mfu < LOW_MFU:
+        without = f" (CUDA graphs: {run.text('cuda_graphs.reason')})" if run.at("cuda_graphs.used") is False else ""
+        text = f"MFU is {percent(mfu)}, and no rule says why: kernels may be short, or launched too slowly{without}."
+        return Half("Speed", text, "unknown", "low")
     confidence = "high" if timing.records_of(run) >= 5 and len(shown) > 1 else "medium"
     return Half("Speed", f"nothing limits it: {', '.join(shown[:2])}.", "good", confidence)

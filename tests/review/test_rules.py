@@ -522,6 +522,17 @@ def test_the_verdict_has_two_halves_with_two_numbers_and_a_confidence() -> None:
     assert fast == ("good", "Speed: nothing limits it: exposed communication 2.0 %, data wait 1.0 %.", "high")
 
 
+def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
+    """0.07 without CUDA graphs, 0.2 with: no rule has more to say of SmolLM2's short kernels."""
+    unused = {"cuda_graphs": {"used": False, "reason": "rows are not packed"}}
+    slow = run(series=trained(3.0, 1.0) | {"mfu": ([10, 20, 30], [0.07] * 3)}, record=unused)
+    level, text, _ = halves(slow)[1]
+    assert level == "unknown" and text.startswith("Speed: MFU is 7.0 %, and no rule says why")
+    assert text.endswith("(CUDA graphs: rows are not packed).")
+    fast = run(series=trained(3.0, 1.0) | {"mfu": ([10, 20, 30], [0.2] * 3)})
+    assert halves(fast)[1][1].startswith("Speed: nothing limits it: MFU 20 %")
+
+
 @pytest.mark.parametrize(
     ("more", "level", "expected"),
     [
