@@ -51,8 +51,8 @@ class Witness:
     generated_columns: tuple[Mapping[str, str], ...] = ()
 
 
-# The script refuses an evaluation without rows, which TRL accepts. Generated rows may become one.
-_NOTHING_LEFT = re.compile(r"`eval_dataset` is empty")
+# The script refuses an evaluation without rows, which TRL accepts and generated rows may become, and late changes.
+_REFUSES = re.compile(r"`eval_dataset` is empty|changed after the trainer was created")
 
 
 def _same_failure(of_notebook: str, of_script: str | None) -> bool:
@@ -105,8 +105,8 @@ def compare(theirs: JsonObject, ours: list[JsonObject]) -> tuple[str, str]:
         if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
             return "could-not-run", f"both the notebook and the script fail: {two['refused']}"
     difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
-    if _NOTHING_LEFT.search(difference.partition("the script fails")[2]):
-        return "could-not-run", f"the generated rows leave nothing to train on: {difference}"
+    if _REFUSES.search(difference.partition("the script fails")[2]):
+        return "could-not-run", f"the script refuses what the notebook does: {difference}"
     return ("differs" if difference else "passed"), difference
 
 

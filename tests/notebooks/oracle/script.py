@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import os
@@ -22,11 +23,17 @@ def execute(path: str) -> None:
     sys.modules["__main__"], sys.argv = module, [path]
     module.__dict__["__builtins__"] = vars(builtins) | {"__import__": _import}
     with open(path, encoding="utf-8") as stream:
-        code = compile(stream.read(), path, "exec")
+        tree = ast.parse(stream.read(), path)
+    tries = [one for node in ast.walk(tree) if isinstance(node, ast.Try) for one in node.body]
+    inside = (one for outer in tries for one in ast.walk(outer))
+    tried.update(one.lineno for one in inside if isinstance(one, ast.Import | ast.ImportFrom))
     try:
-        exec(code, module.__dict__)
+        exec(compile(tree, path, "exec"), module.__dict__)
     except SystemExit:
         pass
+
+
+tried: set[int] = set()  # the lines of a script whose imports may fail
 
 
 def _import(name: str, *given: Any, **named: object) -> object:
@@ -34,7 +41,8 @@ def _import(name: str, *given: Any, **named: object) -> object:
     try:
         return builtins.__import__(name, *given, **named)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != name.partition(".")[0] or name.startswith(("finetune", "patches")):
+        of_package = (error.name or "").partition(".")[0] == name.partition(".")[0]
+        if not of_package or name.startswith(("finetune", "patches")) or sys._getframe(1).f_lineno in tried:
             raise
         return sys.modules["stand_ins"].missing_package(name if given[2:] and given[2] else name.partition(".")[0])
 
@@ -42,6 +50,7 @@ def _import(name: str, *given: Any, **named: object) -> object:
 def reached(job: Values, stand_ins: types.ModuleType) -> Values:
     """A script with `finetune.SFTTrainer`, up to `train()`."""
     from finetune.data.templates import render
+    from finetune.drop_in import refusals
     from finetune.drop_in import trainer as drop_in
 
     render.resource = None  # type: ignore[assignment]  # a confined process may not change its limits, and has some
@@ -65,8 +74,9 @@ def reached(job: Values, stand_ins: types.ModuleType) -> Values:
         stand_ins.record_trainer(dict(zip(names, positional, strict=False)) | given)
         build(self, *positional, **given)
 
-    def train(self: object, resume_from_checkpoint: object = None, *_: object, **__: object) -> None:
+    def train(self: Any, resume_from_checkpoint: object = None, *_: object, **__: object) -> None:
         stand_ins.record["checkpoint"] = stand_ins.checkpoint(resume_from_checkpoint)
+        refusals.check_unchanged(self, self._created_with)  # as the trainer does
         found.append(self)
         raise stand_ins.Stop
 
