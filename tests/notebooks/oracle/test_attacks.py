@@ -26,7 +26,7 @@ from tests.notebooks.oracle.stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 NOTEBOOK = json.dumps({"cells": [{"cell_type": "code", "source": "from unsloth import FastLanguageModel"}]})
 RUN = {
     "columns": {"text": "text"},
-    "settings": {**dict.fromkeys([*SETTINGS, "global batch", "max_length", "packing"], 1.0), "optim_args": None},
+    "settings": {**dict.fromkeys([*SETTINGS, "global batch", "max_length", "packing"], 9.0), "optim_args": None},
     "model": dict.fromkeys(MODEL, "x"),
     "lora": dict.fromkeys(ADAPTER, 1),
     "given": dict.fromkeys(GIVEN, "x"),
