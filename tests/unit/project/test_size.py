@@ -40,7 +40,7 @@ MOST = {
     "patches": (1085, 17),
     "tests": (49150, 397),
 }
-TOTAL = (56080, 339)  # of the parts of finetune/ together
+TOTAL = (56082, 339)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
