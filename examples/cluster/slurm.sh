@@ -2,6 +2,7 @@
 # One run on one or several machines of a Slurm cluster, with all GPUs of each:
 #
 #   sbatch examples/cluster/slurm.sh my.yaml
+#   sbatch --gpus-per-node 4 --cpus-per-task 16 examples/cluster/slurm.sh my.yaml
 #   sbatch --nodes 2 examples/cluster/slurm.sh my.yaml --training.learning_rate 1e-4
 #
 # Model, data and output_dir must have the same paths on all machines, and output_dir must be on a disk that they share,

@@ -37,7 +37,9 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         was = f"changed since {start.found.path}: {change['key']} was {change['was']}, now {change['now']}"
         print_line(was, style="yellow")
     config, batch, world = job.config, job.batch, distributed.ranks().world_size
-    if config.training.resume_from_checkpoint and start.found.path is None:
+    if start.found.path is not None:
+        print_line(f"Resumes from {start.found.path} at step {start.found.manifest['step']}")
+    elif config.training.resume_from_checkpoint:
         print_line("warning: there is no checkpoint to resume from. The run starts at step 0.", style="yellow")
     print_line(
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
