@@ -575,7 +575,8 @@ def rows_of(trainer: Any, stand_ins: types.ModuleType) -> list[object]:
     for index in range(len(trainer.train_dataset)):
         row = trainer.train_dataset[index]
         batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
-        found.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
+        end = int(sum(batch["attention_mask"][0])) if trainer.args.pad_to_multiple_of else None
+        found.append(stand_ins.row(list(batch["input_ids"][0])[:end], list(batch["labels"][0])[:end]))
     found = [row for row in found if row]
     if not found:
         raise Failed("the notebook trains on no token of the generated rows")

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 # %%
-rows = [json.loads(line) for line in open("rows.jsonl")]
+rows = [{"text": json.loads(line)["text"]} for line in open("rows.jsonl")]
 rng = random.Random(42)
 rng.shuffle(rows)
 more = [{"text": f"row {n}"} for n in range(200)]
