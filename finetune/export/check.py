@@ -16,6 +16,8 @@ The reference is the base model with the adapter unmerged, or the fully trained 
 
 A GGUF file is compared with the folder it was converted from: the number of tokens of each prompt, and the greedy
 answers, which may part where the two best tokens are within TIE.
+
+For a server, the reference and its base score the tokens that the server scored.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,17 +63,12 @@ class Model(Protocol):
 def main() -> int:
     """Run the job of the file named on the command line."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    started = time.perf_counter()
     try:
         found = check(job)
     except Exception as error:  # libraries may print after the traceback
         sys.stdout.write("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}) + "\n")
         raise
-    found["seconds"] = time.perf_counter() - started
     found["imported_finetune"] = any(name.partition(".")[0] == "finetune" for name in sys.modules)
-    found["peak_host_gib"] = _peak_host()
-    if torch.cuda.is_available():
-        found["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     return 0
 
@@ -82,14 +78,16 @@ def check(job: Json) -> Json:
 
     The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `adapter_config`, in place of the
     file in `adapter`; `exported` (a folder) or `gguf` (a file); `tokenizer` (a folder), `prompts` (texts),
-    `max_new_tokens`, `trust_remote_code`; `rows` ([input_ids, labels] of each) for the loss, or none.
+    `max_new_tokens`, `trust_remote_code`; `rows` ([input_ids, labels] of each) for the loss, or none. For a server:
+    `sequences` ([token ids, where the scored ones begin] of each), `stops` (token ids) and, of a fully trained model,
+    `before` (the folder of its base, or none).
     """
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     with torch.no_grad():
-        return _check_gguf(job) if "gguf" in job else check_folder(job)
+        return score(job) if "sequences" in job else _check_gguf(job) if "gguf" in job else check_folder(job)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -460,6 +458,36 @@ def mean_loss(model: Model, rows: list[tuple[list[int], list[int]]]) -> float:
     return float(sum(losses)) / sum(_supervised(labels) for _, labels in rows)
 
 
+# --- tokens of a server -----------------------------------------------------------------------------------------------
+
+
+def score(job: Json) -> Json:
+    """Log-probabilities of the tokens of each sequence by the reference (`run`) and its base (`base`, or None), and the
+    reference's probability of an end token before each of them and after the last (`ends`)."""
+    device, dtype = choose_device(job)
+    found: Json = {"passed": True, "why": "", "device": str(device), "dtype": _dtype_name(dtype), "base": None}
+    model = _load(Path(job["adapter" if "adapter" in job else "model"]), job, dtype, device)
+    found |= dict(zip(("run", "ends"), _scores(model, job), strict=True))
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            found["base"], _ = _scores(model, job)
+    elif job.get("before"):
+        del model
+        gc.collect()
+        found["base"], _ = _scores(_load(Path(job["before"]), job, dtype, device), job)
+    return found
+
+
+def _scores(model: Model, job: Json) -> tuple[list[list[float]], list[list[float]]]:
+    scores, ends = [], []
+    for ids, start in job["sequences"]:
+        logs = _logits(model, ids)[start - 1 :].log_softmax(-1)
+        own = torch.tensor(ids[start:], dtype=torch.long)
+        scores.append(logs[:-1].gather(1, own[:, None])[:, 0].tolist())
+        ends.append(logs[:, job["stops"]].exp().sum(-1).tolist())
+    return scores, ends
+
+
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
@@ -536,14 +564,6 @@ def _stop_tokens(folder: Path, tokenizer: Any) -> set[int]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _peak_host() -> float | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
-import time
+import tempfile
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import RunError, UserError
-from finetune.export import card, gguf, verify
+from finetune.export import card, gguf, server, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
@@ -27,7 +29,12 @@ PURPOSE = (
     "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model or a GGUF file. Every export"
     " is loaded again by plain transformers and compared with the run before it gets its name."
 )
-NOTES = "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then."
+NOTES = (
+    "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then. Of "
+    "--check-server, 0: it serves what was trained, 1: no reply that can be judged, 3: it serves the base model, 4: "
+    "another chat template, 5: other end tokens, 6: another model, 7: trained and base model cannot be told apart."
+)
+KEY = "FINETUNE_SERVER_KEY"  # environment variable: the key that a server asks for
 FORMS = ("adapter", "merged", "gguf")
 DTYPES = ("bfloat16", "float32")
 MANIFEST = "export.json"  # what the folder holds, and of which run
@@ -41,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def own_options() -> Options:
     """The options of this command."""
-    found = Options("export", PURPOSE, notes=NOTES, configuration=False, usage="RUN|CHECKPOINT --to FORM --out DIR")
+    usage = "RUN|CHECKPOINT --to FORM --out DIR | --check-server URL"
+    found = Options("export", PURPOSE, notes=NOTES, configuration=False, usage=usage)
     found.add_argument("source", type=path, metavar="RUN|CHECKPOINT", help="output folder of a run, or a checkpoint")
     found.add("--to", one_of(*FORMS), "FORM", "adapter, merged or gguf")
     found.add("--out", path, "DIR", "new folder for the export; `hf upload USER/NAME DIR --private` publishes it")
@@ -53,6 +61,8 @@ def own_options() -> Options:
     found.add_switch("--overwrite", "replace an earlier export in --out")
     found.add_switch("--no-verify", "do not load and compare the export")
     found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run in the check")
+    found.add("--check-server", str, "URL", "export nothing: ask the server at this address whether it serves this")
+    found.add("--served-name", str, "NAME", "the model's or adapter's name there (default: the only one)")
     return found
 
 
@@ -62,11 +72,12 @@ def run(argv: list[str]) -> int:
     Raises:
         UserError, RunError: with what is wrong and what to do; nothing is left in --out.
     """
-    started = time.perf_counter()
     options, _ = own_options().split(argv)
     check_options(options)
     bootstrap.quiet_libraries("error")
     found = sources.find(options.source, options.base)
+    if options.check_server:
+        return check_server(options, found)
     if options.to == "adapter" and found.adapter is None:
         raise UserError(f"{found.given} has no adapter: all weights were trained. Use --to merged.")
     for note in found.notes:
@@ -74,9 +85,6 @@ def run(argv: list[str]) -> int:
     if found.raw:
         print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
     result = export(options, found, options.to)
-    from finetune.engine.monitoring import peak_memory
-
-    result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_memory.host_gib()}
     if options.json:
         files.write_json(options.json, redact_tree(result))
     return DONE
@@ -88,6 +96,13 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         UserError: an option is missing, does not fit the others, or --out exists.
     """
+    if options.check_server:
+        for flag in ("to", "out", "dtype", "shard-size", "gguf-type", "llama-cpp", "overwrite", "no-verify"):
+            if getattr(options, flag.replace("-", "_")):
+                raise UserError(f"--{flag} and --check-server are both given: a check exports nothing. Keep one.")
+        return
+    if options.served_name:
+        raise UserError("--served-name is for --check-server. Give that as well, or remove it.")
     for flag in ("to", "out"):
         if getattr(options, flag) is None:
             raise UserError(f"export needs --{flag}. See finetune export --help.")
@@ -96,11 +111,10 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, flag.replace("-", "_")) and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
     files.check_name(options.out, "--out")
-    if options.dtype and form in ("adapter", "gguf"):
-        instead = "--gguf-type" if form == "gguf" else "--to merged"
-        raise UserError(f"--dtype is for merged models: got {form}. Remove it, or use {instead}.")
-    if options.shard_size and form in ("adapter", "gguf"):
-        raise UserError(f"--shard-size is for merged models: got {form}. Remove it, or use --to merged.")
+    for flag in ("dtype", "shard-size"):
+        if getattr(options, flag.replace("-", "_")) and form != "merged":
+            instead = "--gguf-type" if form == "gguf" and flag == "dtype" else "--to merged"
+            raise UserError(f"--{flag} is for merged models: got {form}. Remove it, or use {instead}.")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())
@@ -141,17 +155,13 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
             style="yellow",
         )
     output_folder.check_space(out, room, "the export", option="--out")
-    with (
-        output_folder.explain_full_disk(near, "the export"),
-        files.staging(out) as folder,
-    ):
+    with output_folder.explain_full_disk(near, "the export"), files.staging(out) as folder:
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
         note_stop_text(found, tokenizer)
         if merge is None:
             write_adapter(found, model)
-            write_generation_config(found, model, tokenizer)
         else:
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
             print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
@@ -160,10 +170,10 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
                 print_line(
                     f"Rounding kept {merge.update_kept:.1%} of the adapter's update; --dtype float32 keeps all of it."
                 )
-            write_generation_config(found, model, tokenizer)
             if options.trust_remote_code:
                 for file in found.base.glob("*.py"):
                     shutil.copyfile(file, model / file.name)
+        write_generation_config(found, model, tokenizer)
         if not options.no_verify:
             finding = verify_export(options, found, model, tokenizer)
         kept = merge.update_kept if merge is not None else None
@@ -322,14 +332,65 @@ def verify_export(options: argparse.Namespace, found: Source, folder: Path, toke
     """
     asked = verify.prompts(tokenizer, raw=found.raw)
     job: JsonObject = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
-    job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
-    job |= {"trust_remote_code": options.trust_remote_code, "adapter_config": _adapter_config(found)}
+    job |= _reference(found) | {"trust_remote_code": options.trust_remote_code}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
     split, rows = verify.rows(found.record)
     of = {"": "its own answers to three questions", "train": "training rows"}.get(split, "held-out rows")
     finding = verify.run(job | {"rows": rows}) | {"rows": of}
     raise_if_failed(finding, options)
     return finding
+
+
+def _reference(found: Source) -> JsonObject:
+    """What the check compares with, as a part of its job."""
+    if found.adapter is None:
+        return {"model": found.folder}
+    return {"base": found.base, "adapter": found.folder, "adapter_config": _adapter_config(found)}
+
+
+def check_server(options: argparse.Namespace, found: Source) -> int:
+    """Print whether a server serves this. Returns the exit code.
+
+    Raises:
+        RunError: the server does not answer, or without log-probabilities.
+    """
+    from finetune.engine.model import generation_config
+    from finetune.engine.preflight import model_files
+
+    asked = server.Server(options.check_server, os.environ.get(KEY))
+    asked.choose(options.served_name)
+    with tempfile.TemporaryDirectory(prefix="finetune-check-") as folder:
+        tokenizer = write_tokenizer(found, Path(folder))
+    section = found.record.get("config", {}).get("data")
+    kwargs = section.get("chat_template_kwargs") if isinstance(section, dict) else None
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    texts = verify.prompts(tokenizer, raw=found.raw, kwargs={"strftime_now": date.today().isoformat()} | kwargs)
+    templated = not found.raw and tokenizer.chat_template is not None
+    chats = []
+    for question, text in zip(verify.QUESTIONS, texts, strict=True):
+        request = {"messages": [{"role": "user", "content": question}]} if templated else {}
+        begins = bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        ids = list(tokenizer(text, add_special_tokens=not begins)["input_ids"])
+        chats.append((request | ({"chat_template_kwargs": kwargs} if templated and kwargs else {}), ids))
+    rows = verify.rows(found.record)[1]
+    print_line(f"Asking {asked.url} for the model {asked.name}")
+    answers = server.ask_all(asked, tokenizer, rows[:: max(len(rows) // server.ROWS, 1)][: server.ROWS], chats)
+    ends = stop_tokens(found, tokenizer) + generation_config.end_tokens_in_file(found.base)
+    before = model_files.model_folder(found.name) if found.adapter is None else None
+    job = _reference(found) | {"exported": found.base, "before": before and str(before), "stops": ends}
+    job |= {"sequences": [[one.ids, one.start] for one in answers], "trust_remote_code": options.trust_remote_code}
+    scored = verify.run(job)
+    for place, one in enumerate(answers):
+        one.run, one.ends = scored["run"][place], scored["ends"][place]
+        one.base = scored["base"] and scored["base"][place]
+    ending = None if found.raw else generation_config.end_of_turn_text(tokenizer)
+    findings, figures = server.judge(answers, str(found.given), ends, ending.strip() if ending else None)
+    for outcome, sentence in findings:
+        print_line(sentence, style=None if outcome == "equal" else "yellow")
+    if options.json:
+        result: JsonObject = {"findings": [{"outcome": one, "sentence": text} for one, text in findings]} | figures
+        files.write_json(options.json, redact_tree(result | {"device": scored["device"], "dtype": scored["dtype"]}))
+    return server.CODES[findings[0][0]]
 
 
 def raise_if_failed(finding: JsonObject, options: argparse.Namespace) -> None:

@@ -38,9 +38,9 @@ def run(job: JsonObject) -> JsonObject:
     if "passed" not in found:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RunError(
-            f"The export could not be verified: the check ended early ({found.get('error') or lines[-1][:300]}). "
-            "Nothing was written. Run it again, on a machine with more memory if it was killed, or skip the check with "
-            "--no-verify."
+            f"The {'server' if 'sequences' in job else 'export'} could not be verified: the check ended early "
+            f"({found.get('error') or lines[-1][:300]}). Nothing was written. Run it again, on a machine with more "
+            "memory if it was killed, or skip the check of an export with --no-verify."
         )
     return found
 
@@ -57,11 +57,12 @@ def _answer(output: str) -> JsonObject:
     return {}
 
 
-def prompts(tokenizer: Tokenizer, *, raw: bool = False) -> list[str]:
+def prompts(tokenizer: Tokenizer, *, raw: bool = False, kwargs: JsonObject | None = None) -> list[str]:
     """The questions as text, by the tokenizer's chat template if it has one. Templates are rendered with bounds.
 
     Args:
         raw: without the template, as in training.
+        kwargs: the template's own arguments.
     """
     if raw:
         return list(QUESTIONS)
@@ -74,6 +75,7 @@ def prompts(tokenizer: Tokenizer, *, raw: bool = False) -> list[str]:
     if template is None:
         return list(QUESTIONS)
     special: JsonObject = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)}
+    special |= kwargs or {}
     try:
         return [
             render(template, [{"role": "user", "content": one}], add_generation_prompt=True, **special)[0]
