@@ -30,7 +30,7 @@ MOST = {
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
     "finetune/engine": (15940, 106),
-    "finetune/export": (2542, 13),
+    "finetune/export": (2940, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
     "finetune/parity": (483, 5),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1085, 17),
-    "tests": (49150, 397),
+    "tests": (49460, 397),
 }
-TOTAL = (56082, 339)  # of the parts of finetune/ together
+TOTAL = (56502, 340)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
