@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ def own_options() -> Options:
     found = Options("chat", PURPOSE, notes=NOTES, configuration=False, usage="RUN [options]")
     found.add_argument("run", type=path, metavar="RUN", help=argparse.SUPPRESS)
     found.add_switch("--compare", "answer with the base model as well, next to the trained one")
+    found.add_switch("--serve", "print the commands that serve it, and which of them loses less")
     found.add("--prompts", path, "FILE", "answer each line of a text file (- for stdin), greedily, instead of talking")
     found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
     found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
@@ -73,6 +75,9 @@ def run(argv: list[str]) -> int:
     if found.note:
         print_line(found.note, style="yellow")
 
+    if options.serve:
+        print_serving(found)
+        return 0
     from finetune.chat import load
 
     loaded = load.load(
@@ -91,6 +96,21 @@ def run(argv: list[str]) -> int:
     from finetune.chat import repl
 
     return repl.run(generator, options.json)
+
+
+def print_serving(found: TrainedModel) -> None:
+    """Print the commands that serve a model with vLLM, and the check of the server."""
+    from finetune.export import card
+
+    folder, template = shlex.quote(str(found.folder)), found.folder / "chat_template.jinja"
+    if found.adapter is None:
+        print_line(f"vllm serve {folder}")
+    else:
+        given = f" --chat-template {shlex.quote(str(template))}" if template.is_file() else ""
+        beside = card.serving(folder, shlex.quote(found.base or "BASE"), found.adapter)
+        print_line(f"Beside its base: {beside}{given} --generation-config {folder}")
+        print_line(f"Merged: finetune export {folder} --to merged --out MERGED && vllm serve MERGED\n{card.LOSES}")
+    print_line(f"Check the server: finetune export {folder} --check-server http://localhost:8000")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -23,10 +23,9 @@ from finetune.text import counted
 _LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cache_dir", "data.num_proc", "logging.")
 _TEXT = ("data.system_prompt",)  # the user's own words, which may be private
 _VERSIONS = ("finetune", "torch", "transformers", "peft", "trl", "accelerate", "unsloth", "bitsandbytes")
-_UNMERGED = (  # measured: docs/learning.md#no-adapters-part-is-rounded-away
-    "To serve it: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER`. Unmerged in"
-    " bfloat16, an adapter loses about 0.1 % of held-out loss, and after a training at 1e-5 two fifths of what it had"
-    " learned; merged in float32, nothing: `finetune export RUN --to merged --dtype float32`."
+LOSES = (  # measured: docs/learning.md#no-adapters-part-is-rounded-away
+    "Unmerged in bfloat16, an adapter loses about 0.1 % of held-out loss, and after a training at 1e-5 two fifths of"
+    " what it had learned; merged in float32, nothing: `finetune export RUN --to merged --dtype float32`."
 )
 
 
@@ -71,8 +70,7 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
     lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
     if form == "adapter" and source.adapter:
-        rank = max(8, 1 << (int(source.adapter.get("r", 1)) - 1).bit_length())  # vLLM takes powers of two from 8 on
-        lines += [_UNMERGED.format(base=base, rank=rank), ""]
+        lines += [f"To serve it: `{serving('FOLDER', base, source.adapter)}`. {LOSES}", ""]
     if source.raw:
         lines += ["It was trained without a chat template: give it the prompt as it is, not messages.", ""]
     if data := list(_data(record)):
@@ -90,6 +88,13 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     if exported:
         lines += ["## Export", "", f"Verified: {verified}." if verified else "Not verified.", ""]
     return "\n".join(lines)
+
+
+def serving(folder: str, base: str, adapter: JsonObject) -> str:
+    """The command that serves an adapter beside its base with vLLM, which takes powers of two from 8 on as ranks."""
+    ranks = [one for one in (adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()) if type(one) is int]
+    rank = max(8, 1 << (max(ranks, default=1) - 1).bit_length())
+    return f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME={folder}"
 
 
 def shortened(value: Any) -> Any:

@@ -28,11 +28,12 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 Json: TypeAlias = dict[str, Any]
+Model: TypeAlias = Any  # of transformers or PEFT
 
 LOST = 0.1  # of what the adapter gained
 LOSS_NOISE = 0.02  # in the mean loss of rows, by roundings
@@ -46,18 +47,6 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32, in stochas
 SLACK = 2.0**-20  # of a tensor's largest value
 RESERVE = 2**30  # bytes for activations
 SPARE = 8  # rows of a table of positions that may be for padding
-
-
-class Model(Protocol):
-    """A transformers or PEFT model, by what is used here."""
-
-    config: Any
-
-    @property
-    def device(self) -> torch.device: ...
-    def __call__(self, **inputs: object) -> Any: ...
-    def generate(self, **options: object) -> torch.Tensor: ...
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def main() -> int:

@@ -144,10 +144,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
     from finetune.engine.checkpoint import output_folder
     from finetune.engine.preflight import model_files
 
-    room, near = (
-        needed * (1 if tools is None else 2) + SPARE_BYTES,
-        files.nearest_folder(out.absolute().parent, "--out"),
-    )
+    room = needed * (1 if tools is None else 2) + SPARE_BYTES
+    near = files.nearest_folder(out.absolute().parent, "--out")
     if tools is not None and merge is not None and (beside := multimodal.towers(merge.model)):
         print_line(
             f"note: the GGUF file has the text model alone, without {', '.join(beside)}: llama.cpp's converter writes "
@@ -181,7 +179,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         if tools is not None:
             named = model_files.model_folder(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
-            result |= write_gguf(options, found, folder, model, tools, tokenizer, kind)
+            result |= write_gguf(options, found, folder, model, tools, tokenizer)
             finding = result.get("gguf_verification") or finding
         card.write(folder, found, form, verify.sentence(finding) if finding else None)
         about = describe(found, form, folder)
@@ -300,16 +298,10 @@ def note_stop_text(found: Source, tokenizer: Tokenizer) -> None:
 
 
 def write_gguf(
-    options: argparse.Namespace,
-    found: Source,
-    folder: Path,
-    model: Path,
-    tools: gguf.Tools,
-    tokenizer: Tokenizer,
-    kind: str,
+    options: argparse.Namespace, found: Source, folder: Path, model: Path, tools: gguf.Tools, tokenizer: Tokenizer
 ) -> JsonObject:
     """Convert the merged model, compare the file with it, quantize if asked for, and remove the merged model."""
-    finding = None
+    finding, kind = None, options.gguf_type or "f16"
     exact = folder / f"model-{gguf.exact_kind(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
     if (token := end_of_turn(found, tokenizer)) not in (None, tokenizer.eos_token_id):

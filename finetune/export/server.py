@@ -104,15 +104,13 @@ class Server:
             why = cut(getattr(reply, "reason", None) or reply)
             raise ServerError(f"{self.url}{path} does not answer: {why}. Correct --check-server, or start it. {START}")
         status, content = reply
-        if 300 <= status < 400:
-            raise ServerError(f"{self.url}{path} redirects, which is not followed. Give the server's own address.")
         if len(content) > MOST_BYTES:
             raise ServerError(f"{self.url}{path} replies with more than {MOST_BYTES / 2**20:.0f} MiB. {START}")
         try:
             given = json.loads(content)
         except (ValueError, RecursionError):
             given = None
-        if status != 200:
+        if status != 200:  # also for a redirect, which is not followed
             why = given.get("error", given) if isinstance(given, dict) else None
             why = why.get("message") if isinstance(why, dict) else why
             raise ServerError(f"{self.url}{path} replies with HTTP {status}: {cut(why or '', 200)}. {START}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,19 @@ def test_prompts_that_cannot_be_answered(
 def test_options_that_are_wrong(run: Path, arguments: list[str], expected: str, capsys: Any) -> None:
     assert chat.main([str(run), *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_the_commands_that_serve_an_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is loaded. vLLM takes the chat template and the end tokens of the base unless it is given the run's."""
+    edit = run / "adapter_config.json"
+    content = edit.read_text()
+    edit.write_text(json.dumps(json.loads(content) | {"r": 4, "rank_pattern": {"q_proj": 17}}))
+    try:
+        assert chat.main([str(run), "--serve"]) == 0
+    finally:
+        edit.write_text(content)
+    beside, merged, loses, check = capsys.readouterr().out.splitlines()
+    base = json.loads(content)["base_model_name_or_path"]
+    assert f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules NAME={run}" in beside
+    assert beside.endswith(f"--chat-template {run}/chat_template.jinja --generation-config {run}")
+    assert f"finetune export {run} --to merged" in merged and "two fifths" in loses and "--check-server" in check

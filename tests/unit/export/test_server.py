@@ -265,7 +265,7 @@ def choice(**fields: Any) -> tuple[int, Any]:
         ((200, b"\xff\xfe\x00"), "something else than a JSON object"),
         ((200, [1]), "something else than a JSON object"),
         ((200, b" " * 100_001), "more than 0 MiB"),
-        ((302, b""), "redirects"),
+        ((302, b""), "HTTP 302"),
         ((500, {"error": {"message": "bad \x1b[31m\nthing " * 99}}), "HTTP 500: bad \\x1b[31m thing bad"),
         ((401, {"error": "no key"}), "HTTP 401: no key"),
         ((404, b"x"), "HTTP 404"),
