@@ -135,7 +135,7 @@ class DataConfig:
     dataset_config: str | None = _setting(None, "Configuration (subset) of the Hub dataset, such as main.")
     split: str = _setting("train", "Split of the dataset to train on.")
     eval_fraction: float = _setting(
-        0.0, "Fraction of the training rows to hold out, instead of an eval_file.", FRACTION
+        0.0, "Fraction of the training rows to hold out, instead of an eval_file; others with another seed.", FRACTION
     )
     eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
     eval: list[dict] | None = _setting(None, "Held-out rows from several sources, written like train.")
