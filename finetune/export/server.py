@@ -27,7 +27,7 @@ MOST_BYTES = 16 * 2**20  # of a reply
 MAX_NEW_TOKENS = 64
 ROWS, CONTEXT, SCORED = 8, 1024, 64  # rows of the run, most tokens before the scored ones, and most scored ones
 # Of the mean difference of a token's log-probability, measured: docs/serving.md#bounds
-NOISE = 0.05  # between two implementations and dtypes of one model
+NOISE = 0.1  # of bfloat16 and other kernels
 LOST = 0.1  # of the difference between trained and base model, as in check.py
 ENDS = 0.5  # the trained model's probability that a turn ends here
 CODES = {"equal": 0, "base": 3, "template": 4, "stop": 5, "differs": 6, "undecided": 7}  # exit codes
