@@ -167,13 +167,19 @@ def test_rounding_to_16_bits_is_no_leak() -> None:
 
 def test_the_trial_compiles_nothing() -> None:
     """What it compiled for its tiny rows would be compiled again for those of the run."""
+    torch._dynamo.reset()  # of other tests, after which it may leave this code alone
     graphs: list[Any] = []
     model = make("Llama")
     mlp = model.get_decoder().layers[-1].mlp
-    mlp.forward = torch.compile(mlp.forward, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    own = mlp.forward
+
+    def forward(x: torch.Tensor) -> Any:  # no code that an earlier test has compiled
+        return own(x)
+
+    mlp.forward = torch.compile(forward, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     assert packing.prepare_for_packs(model, CONFIG, STACK).leak is None and not graphs
     mlp(torch.zeros(1, 2, mlp.gate_proj.in_features))
-    assert graphs  # afterwards
+    assert graphs, torch._dynamo.eval_frame._stance  # afterwards
 
 
 def test_a_trial_that_fails_keeps_the_packs_of_unsloths_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
