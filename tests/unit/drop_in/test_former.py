@@ -190,7 +190,7 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(
 
 
 def test_an_adapter_that_the_model_has_is_not_added_again(
-    model: Path, make: Callable[..., Any], capsys: pytest.CaptureFixture
+    model: Path, make: Callable[..., Any], capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     """TRL refuses both together; before 0.20 it ignored `peft_config`, as scripts of that time expect."""
     import trl
@@ -204,7 +204,7 @@ def test_an_adapter_that_the_model_has_is_not_added_again(
         return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **given)
 
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config())
-    args = SFTConfig("o", use_cpu=True, bf16=False, report_to="none")
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     with pytest.raises(ValueError, match="PeftModel"):
         trl.SFTTrainer(adapted, args, train_dataset=dataset(TEXTS), peft_config=config())
     with pytest.raises(ValueError, match="PeftModel"):
