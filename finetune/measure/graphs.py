@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from finetune.engine.training import decoder_graphs
 from finetune.engine.training.decoder_graphs import DecoderGraphs
 from finetune.measure import probe
 from finetune.runtime.ranks import activity, distributed
-from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def record(trainer: SFTTrainer, wanted: str | bool, steps: int) -> Recording:
     if wanted == "auto" and steps < WON_BACK_STEPS:
         return Recording(used=False, reason=f"{counted(steps, 'step')} do not win the recording back")
     with activity.during("recording CUDA graphs"):
-        with _same_random_numbers(trainer):
+        with probe.same_random_numbers(trainer):
             launched, host = _seconds(trainer)
         probe.free_gradients(trainer)
         if wanted == "auto" and _first(None if host > HOST_SHARE * launched else "host") is not None:
@@ -101,7 +99,7 @@ def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Re
     """What this rank finds, with the graphs."""
     own = Recording(used=False, reason="", launched_seconds=launched)
     graphs = None
-    with _same_random_numbers(trainer):
+    with probe.same_random_numbers(trainer):
         try:
             expected = _results(trainer)
             noise = _difference(_results(trainer), expected)
@@ -130,26 +128,11 @@ def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Re
     return replace(own, reason=reason), graphs
 
 
-@contextlib.contextmanager
-def _same_random_numbers(trainer: SFTTrainer) -> Iterator[None]:
-    """Context after which the generators are as before."""
-    devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-
-
 def _unlike_rows(trainer: SFTTrainer) -> list[np.ndarray]:
     """The rows of two micro-batches: of the most documents, and of the fewest."""
     packs, count = trainer.layout.packs, trainer.args.per_device_train_batch_size
     order = np.argsort(np.diff(packs.offsets), kind="stable")
     return [np.resize(order[::-1], count), np.resize(order, count)]
-
-
-def _batch(trainer: SFTTrainer, rows: np.ndarray) -> tuple[JsonObject, torch.Tensor]:
-    """A micro-batch on the host, and the number of its supervised tokens on the device."""
-    layout = trainer.layout
-    batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    return batch, torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
 
 
 def _results(trainer: SFTTrainer) -> list[torch.Tensor]:
@@ -163,7 +146,7 @@ def _results(trainer: SFTTrainer) -> list[torch.Tensor]:
                 one.data.copy_(before + change)
                 if one.grad is not None:
                     one.grad.zero_()
-            loss = trainer.training_step(trainer.model, *_batch(trainer, rows))
+            loss = trainer.training_step(trainer.model, *probe.batch_of(trainer, trainer.layout, rows))
             gradients = [one.grad.detach().flatten().float() for one in weights if one.grad is not None]
             found += [loss.detach().reshape(1).float(), torch.cat(gradients)]
     finally:
@@ -180,7 +163,7 @@ def _difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor])
 
 def _seconds(trainer: SFTTrainer) -> tuple[float, float]:
     """Seconds of a pass, and those after which the host has launched it; of three passes the last."""
-    batch, count = _batch(trainer, _unlike_rows(trainer)[0])
+    batch, count = probe.batch_of(trainer, trainer.layout, _unlike_rows(trainer)[0])
     host = whole = 0.0
     for _ in range(3):
         probe.synchronize(trainer)

@@ -36,16 +36,20 @@ def longest_rows(layout: Layout, count: int) -> np.ndarray:
     return np.resize(layout.largest_first(), count)
 
 
-def longest_batch(trainer: SFTTrainer, layout: Layout, per_device: int) -> tuple[JsonObject, int]:
-    """The micro-batch of the longest rows, and the number of its label tokens."""
-    rows = longest_rows(layout, per_device)
+def batch_of(trainer: SFTTrainer, layout: Layout, rows: np.ndarray) -> tuple[JsonObject, torch.Tensor]:
+    """The micro-batch of these rows, int64 [per_device], on the host, and the number of its label tokens, at least 1,
+    on the device."""
     batch = trainer.collate_rows(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    return batch, int(layout.label_tokens[rows].sum())
+    return batch, _count(trainer, int(layout.label_tokens[rows].sum()))
+
+
+def _count(trainer: SFTTrainer, label_tokens: int) -> torch.Tensor:
+    return torch.tensor(max(label_tokens, 1), device=trainer.args.device)
 
 
 def on_longest(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory, passes: int) -> Passes | None:
     """Passes on the longest rows, as `run_passes`."""
-    return run_passes(trainer, *longest_batch(trainer, layout, per_device), memory, passes)
+    return run_passes(trainer, *batch_of(trainer, layout, longest_rows(layout, per_device)), memory, passes)
 
 
 def on_document(trainer: SFTTrainer, layout: Layout, tokens: int, memory: Memory, passes: int) -> Passes | None:
@@ -56,22 +60,22 @@ def on_document(trainer: SFTTrainer, layout: Layout, tokens: int, memory: Memory
     packed = layout.packs.pack_length is not None
     batch = trainer.collate_rows([[document]], pack_length=tokens if packed else None)
     with _unsloth_length(trainer.model, tokens):
-        return run_passes(trainer, batch, int((document[1][1:] >= 0).sum()), memory, passes)
+        return run_passes(trainer, batch, _count(trainer, int((document[1][1:] >= 0).sum())), memory, passes)
 
 
-def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory: Memory, passes: int) -> Passes | None:
+def run_passes(
+    trainer: SFTTrainer, batch: JsonObject, count: torch.Tensor, memory: Memory, passes: int
+) -> Passes | None:
     """Run forward and backward on a micro-batch `passes` times: from the second on while the gradients of the first are
     held, as under accumulation. Gradients are freed afterwards, even if memory ran out; the generators of random
     numbers are put back. Returns None if memory ran out."""
-    count = torch.tensor(max(label_tokens, 1), device=trainer.args.device)
     free_gradients(trainer)
     memory.reset()
     seconds: list[float] = []
     full = False
     model = trainer.model_wrapped
     assert model is not None  # as it is before `train`
-    devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # dropout draws from them
+    with same_random_numbers(trainer):
         try:
             for _ in range(passes):
                 synchronize(trainer)
@@ -84,6 +88,13 @@ def run_passes(trainer: SFTTrainer, batch: JsonObject, label_tokens: int, memory
     peak = memory.peak_bytes()
     free_gradients(trainer)
     return None if full else Passes(peak_bytes=peak, seconds=seconds[-1], first_seconds=seconds[0])
+
+
+@contextlib.contextmanager
+def same_random_numbers(trainer: SFTTrainer) -> Iterator[None]:
+    """Context after which the generators, from which dropout draws, are as before."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []):
+        yield
 
 
 def free_gradients(trainer: SFTTrainer) -> None:
@@ -125,8 +136,7 @@ def _unsloth_length(model: object, tokens: int) -> Iterator[None]:
 def saved_bytes(trainer: SFTTrainer, layout: Layout, per_device: int) -> int:
     """Bytes that a forward pass on the longest rows keeps for the backward pass, without the parameters: what autograd
     saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
-    batch, label_tokens = longest_batch(trainer, layout, per_device)
-    count = torch.tensor(max(label_tokens, 1), device=trainer.args.device)
+    batch, count = batch_of(trainer, layout, longest_rows(layout, per_device))
     own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetune.review.finding import Finding, number, percent
-from finetune.review.rules import LEARNING, RULES, curve, learning, timing
+from finetune.review.rules import LEARNING, RULES, curve, learning, speed, timing
 from finetune.review.run import Run
 from finetune.text import counted
 
@@ -106,7 +106,7 @@ def _unlimited(run: Run) -> Half:
             "Speed", f"{counted(run.steps, 'step')}, too few to judge (at least {FEWEST_STEPS}).", "unknown", "low"
         )
     if (mfu := shares["MFU"]) is not None and mfu < LOW_MFU:
-        without = f" (CUDA graphs: {run.text('cuda_graphs.reason')})" if run.at("cuda_graphs.used") is False else ""
+        without = f" (CUDA graphs: {why})" if (why := speed.without_graphs(run)) else ""
         text = f"MFU is {percent(mfu)}, and no rule says why: kernels may be short, or launched too slowly{without}."
         return Half("Speed", text, "unknown", "low")
     confidence = "high" if timing.records_of(run) >= 5 and len(shown) > 1 else "medium"

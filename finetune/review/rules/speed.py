@@ -84,6 +84,11 @@ def utilization(run: Run) -> float | None:
     return finite_median(run.ranks.column("gpu_utilization")) if run.ranks is not None else None
 
 
+def without_graphs(run: Run) -> str | None:
+    """Why a run did not replay its passes as CUDA graphs; None if it did, or this is not recorded."""
+    return run.text("cuda_graphs.reason") if run.at("cuda_graphs.used") is False else None
+
+
 def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """On a GPU the host is less than 5 % of a step ahead and the GPU is busy less than 80 % of the time; neither data
     nor communication explains it. Calibrated on an H200."""
@@ -96,7 +101,7 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     batch = run.number("batch.per_device")
     larger = micro_batch(2 * batch, batch) if batch else "a larger micro-batch"
-    without = run.text("cuda_graphs.reason") if run.at("cuda_graphs.used") is False else ""
+    without = without_graphs(run)
     graphs = f"CUDA graphs were not used ({without}); " if without else ""
     return Finding(
         rule="host-bound",
