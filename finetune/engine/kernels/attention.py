@@ -366,8 +366,7 @@ def layer_output(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def batch_arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
-    """What a packed batch has to carry for `packed_attention`, by the names of transformers' FlashAttentionKwargs, and
-    `seq_idx`, int32 [1, tokens], the document of each token, for layers that carry a state.
+    """What a packed batch has to carry for `packed_attention`, by the names of transformers' FlashAttentionKwargs.
 
     The attention mask is a placeholder of four dimensions, which transformers takes for a finished mask: it would
     otherwise look for document boundaries in the position ids, which costs a host-device sync, and write a mask of
@@ -377,16 +376,14 @@ def batch_arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
         lengths: int32 [documents], on the host.
     """
     bounds, longest = boundaries(lengths)
-    documents = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
     if device.type == "cuda":
-        bounds, documents = (one.pin_memory().to(device, non_blocking=True) for one in (bounds, documents))
+        bounds = bounds.pin_memory().to(device, non_blocking=True)
     return {
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": longest,
         "max_length_k": longest,
-        "seq_idx": documents,
     }
 
 

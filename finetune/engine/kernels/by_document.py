@@ -41,15 +41,19 @@ def carries_state(model: Model) -> str | None:
 
 def arguments_of_pack(model: Model, backend: str) -> Callable[[torch.Tensor, torch.device], JsonObject]:
     """What a model gets with a pack beside its tokens and positions, from the documents' lengths, int32 [documents] on
-    the host: what the kernel of its attention reads, and for layers with a state the lengths, `seq_idx`, which
-    causal-conv1d and mamba-ssm read, and `cu_seq_lens_q`, which flash-linear-attention does."""
+    the host: what the kernel of its attention reads, and for layers with a state the lengths, `cu_seq_lens_q` (for
+    flash-linear-attention) and `seq_idx`, int32 [1, tokens], each token's document (causal-conv1d, mamba-ssm)."""
     own = model.config.get_text_config()._attn_implementation
     packed = own in (attention.PACKED, context_attention.NAME)
     states = bool(recurrent_layers(model))
 
     def arguments(lengths: torch.Tensor, device: torch.device) -> JsonObject:
-        found = attention.batch_arguments(lengths, device) if packed or states else {}
-        found = found if packed else {name: found[name] for name in ("cu_seq_lens_q", "seq_idx") if states}
+        kernels = attention.batch_arguments(lengths, device) if packed or states else {}
+        found = kernels if packed else {}
+        if states:
+            documents = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
+            documents = documents.pin_memory() if device.type == "cuda" else documents
+            found |= {"cu_seq_lens_q": kernels["cu_seq_lens_q"], "seq_idx": documents.to(device, non_blocking=True)}
         return found | ({"packed_seq_lengths": lengths} if states or backend == "unsloth" and not packed else {})
 
     return arguments
