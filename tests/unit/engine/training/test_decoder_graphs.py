@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,6 +59,58 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
     for name, expected in weights[0].items():
         assert all(torch.equal(one[name], expected) for one in weights[1:])
     assert trainers[1].graphs is None and "zero_grad" not in vars(trainers[1].model)  # as it was
+
+
+class Forgets(RunsAgain):
+    """A recorder whose backward pass adds nothing."""
+
+    recorded = 0
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        return super().record(function if self.recorded == 1 else lambda: None)
+
+
+class KeepsWeights(RunsAgain):
+    """A recorder whose passes compute with the weights of the recording, as a graph does that reads a copy of them."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        weights = [one for one in KeepsWeights.trained if one.requires_grad]
+        kept = [one.detach().clone() for one in weights]
+
+        def replay() -> None:
+            now = [one.detach().clone() for one in weights]
+            for one, before in zip(weights, kept, strict=True):
+                one.data.copy_(before)
+            function()
+            for one, after in zip(weights, now, strict=True):
+                one.data.copy_(after)
+
+        return super().record(replay)
+
+    trained: ClassVar[list[torch.nn.Parameter]] = []
+
+
+@pytest.mark.parametrize("recorder", [Forgets, KeepsWeights])
+def test_a_recording_that_is_wrong_is_not_used(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, recorder: type[RunsAgain]
+) -> None:
+    """The run goes on with launched passes, as if nothing had been tried."""
+    (tmp_path / "model").symlink_to(tiny_model)
+    tiny.make_rows(tmp_path / "train.jsonl", 24)
+    words = ["--data.packing", "true", "--data.max_length", "128", "--data.pack_length", "200"]
+    words += ["--training.per_device_train_batch_size", "2", "--training.max_steps", "2"]
+    with in_this_process(monkeypatch, tmp_path):
+        run = Runs(tmp_path, monkeypatch)
+        launched = run(tmp_path / "launched", *words)
+        monkeypatch.setattr(decoder_graphs, "why_not", lambda trainer: None)
+        monkeypatch.setattr(decoder_graphs, "CudaRecorder", recorder)
+        give_trainer_to(monkeypatch, lambda trainer: KeepsWeights.trained.extend(trainer.model.parameters()))
+        refused = run(tmp_path / "refused", *words, "--training.cuda_graphs", "true")
+    KeepsWeights.trained.clear()
+    assert not refused["cuda_graphs"]["used"]
+    assert "its results differ by" in refused["cuda_graphs"]["reason"], refused["cuda_graphs"]
+    assert refused["losses"] == launched["losses"]
 
 
 @pytest.mark.process
