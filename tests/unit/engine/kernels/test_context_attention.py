@@ -79,7 +79,8 @@ def on_all(group: Threads, work: Callable[[int], Any]) -> list[Any]:
             group.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(group.size) as pool:
+    # Threads share the stance that the trial of packs sets: the last one may leave another's behind.
+    with torch.compiler.set_stance("default"), ThreadPoolExecutor(group.size) as pool:
         found = [pool.submit(rank, part) for part in range(group.size)]
     errors = [one.exception() for one in found]
     for error in sorted(filter(None, errors), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
