@@ -32,7 +32,7 @@ PURPOSE = (
 NOTES = (
     "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then. Of "
     "--check-server, 0: it serves what was trained, 1: no reply that can be judged, 3: it serves the base model, 4: "
-    "another chat template, 5: other end tokens, 6: another model, 7: trained and base model cannot be told apart."
+    "another chat template, 5: other end tokens, 6: another model, 7: trained and base model are too close to tell."
 )
 KEY = "FINETUNE_SERVER_KEY"  # environment variable: the key that a server asks for
 FORMS = ("adapter", "merged", "gguf")
