@@ -11,6 +11,8 @@ DIST := .venv-dist
 # Hundreds of test processes would each recompile the sources.
 unexport PYTHONDONTWRITEBYTECODE
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
+# The project was installed as `finetune` before 0.2.0. Beside it, TensorBoard would find the Review tab twice.
+FORMER := pip uninstall -qq -y finetune && rm -rf finetune.egg-info
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
 .PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks oracle
@@ -41,6 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-gpu.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m $(FORMER)
 ifeq ($(GPU),)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps unsloth unsloth_zoo || echo "Unsloth could not be installed; the transformers backend will be used."
@@ -79,13 +82,18 @@ test-full: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(ELSEWHERE)"
 
 # Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows, anew each time.
+# Before the tests: which patches the newest Unsloth still needs, and which it makes superfluous.
 test-newest:
 	@$(CHECK_PYTHON)
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install -q --upgrade pip
+	$(NEWEST)/bin/python -m $(FORMER)
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
+	rm -rf $(NEWEST)/unsloth
+	$(NEWEST)/bin/python -m pip install -q --no-deps --target $(NEWEST)/unsloth unsloth unsloth_zoo
+	$(NEWEST)/bin/python -m benchmarks.release_probes $(NEWEST)/unsloth > $(NEWEST)/unsloth.json
 	$(NEWEST)/bin/python -m pytest -n 3 --dist worksteal
 	$(NEWEST)/bin/python docs/site/generate.py "make test-newest"
 
@@ -94,6 +102,7 @@ test-oldest:
 	@$(CHECK_PYTHON)
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q --upgrade pip
+	$(OLDEST)/bin/python -m $(FORMER)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[dev,gguf]'
 	$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal
 

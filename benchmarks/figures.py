@@ -12,7 +12,7 @@ from finetune.runtime.command import print_line
 def new_figure(rows: int, wide: float = 9.0) -> Any:
     """An empty figure for `rows` bars, or None if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        print_line("no plot: matplotlib is not installed; pip install '.[plots]'")
+        print_line("no plot: matplotlib is not installed; pip install 'finetune-multigpu[plots]'")
         return None
     from matplotlib.figure import Figure  # type: ignore[reportMissingImports]  # not pyplot, which needs a display
 

@@ -37,7 +37,7 @@ export it, load it without this project, convert it for llama.cpp. `my-model` is
 `rows.jsonl` the demo's task; with your own, such as Qwen/Qwen3.5-2B, google/gemma-4-E2B-it or LiquidAI/LFM2-1.2B, the
 commands are the same. It uses full fine-tuning, because an adapter on random weights learns nothing.
 
-The last two sections need llama.cpp's source in `llama.cpp` and `pip install '.[gguf]'`.
+The last two sections need llama.cpp's source in `llama.cpp` and `pip install 'finetune-multigpu[gguf]'`.
 """
 RELOAD = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -16,15 +16,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Only these start the backend: the commands check their configuration before anything heavy is imported. The last
-    # two are what TRL has removed.
+    # Only these start the backend, which commands do after their checks. TRL has removed the last two.
     if name in ("SFTConfig", "SFTTrainer", "TrainingArguments", "DataCollatorForCompletionOnlyLM", "setup_chat_format"):
         from finetune import drop_in
 
         return getattr(drop_in, name)
-    if name == "script":
-        raise ImportError(
-            "finetune.script no longer exists: build the trainer in the script, with `from finetune import SFTTrainer`"
-            " (docs/drop-in.md)."
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,7 +66,7 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs Unsloth where it is not installed, and FP8 where it cannot be computed."""
     if item.get_closest_marker("unsloth") and importlib.util.find_spec("unsloth") is None:
-        pytest.skip("Unsloth is not installed: pip install '.[unsloth]', or `make install`")
+        pytest.skip("Unsloth is not installed: pip install 'finetune-multigpu[unsloth]', or `make install`")
     device = "cuda" if item.get_closest_marker("gpu") else "cpu"
     if item.get_closest_marker("fp8") and (why := _no_fp8(device)) is not None:
         pytest.skip(why)

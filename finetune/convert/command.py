@@ -63,7 +63,7 @@ def own_options() -> Options:
         "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, the notebook's own code made"
         " safe, and NAME.report.json.",
         notes="Exit code 0: written, 1: verification failed, 2: bad input, 3: refused, with the reason. Needs ruff: pip"
-        " install '.[convert]'.",
+        " install 'finetune-multigpu[convert]'.",
         configuration=False,
         usage="NOTEBOOK [options]",
     )

@@ -183,6 +183,6 @@ def ruff() -> str:
     except ImportError:
         raise UserError(
             "ruff, which formats and checks converted scripts, is not installed. Install it with "
-            "`pip install '.[convert]'`."
+            "`pip install 'finetune-multigpu[convert]'`."
         ) from None
     return find_ruff_bin()

@@ -17,6 +17,7 @@ from finetune.errors import UserError
 from finetune.runtime.bootstrap import installed_version
 from finetune.text import counted
 
+DISTRIBUTION = "finetune-multigpu"  # `finetune` on PyPI is another project
 BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
 SHARED_MEMORY_GIB = 1.0  # NCCL's troubleshooting guide asks for `docker run --shm-size=1g`; Docker's default is 64 MB
 NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb", "glusterfs", "wekafs", "9p", "fuse.")
@@ -72,7 +73,7 @@ def _allowed_versions(config: Config, found: Findings) -> Verdict:
 def requirements() -> list[str] | None:
     """What pyproject.toml requires, from the installed package or from the source folder that is run."""
     try:
-        return requires("finetune") or []
+        return requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         file = Path(__file__).parent.parent.parent / "pyproject.toml"
     if not file.is_file():

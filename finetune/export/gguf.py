@@ -78,8 +78,8 @@ def check_verifier() -> None:
     """
     if importlib.util.find_spec(CHECKER) is None:
         raise UserError(
-            f"A GGUF file is verified with {CHECKER}, which is not installed. Run `pip install '.[gguf]'`, or "
-            "skip the check with --no-verify."
+            f"A GGUF file is verified with {CHECKER}, which is not installed. Run "
+            "`pip install 'finetune-multigpu[gguf]'`, or skip the check with --no-verify."
         )
 
 

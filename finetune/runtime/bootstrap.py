@@ -166,7 +166,7 @@ def start(
     if backend == "unsloth" and refusal:
         raise UserError(
             f"{setting} is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
-            f"`pip install '.[unsloth]'` on a host with a supported GPU, or set {setting} to `auto` or "
+            f"`pip install 'finetune-multigpu[unsloth]'` on a host with a supported GPU, or set {setting} to `auto` or "
             "`transformers`."
         )
     if backend == "transformers":
@@ -331,3 +331,10 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def http_library() -> Any:
+    """The module that huggingface_hub asks the Hub with: httpx, or httpx2 from its release 2.0 on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])

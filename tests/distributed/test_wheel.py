@@ -32,7 +32,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quiet = dict(check=True, capture_output=True, text=True, cwd=folder)
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], **quiet)
     shutil.rmtree(source)
-    (wheel,) = folder.glob("finetune-*.whl")
+    (wheel,) = folder.glob("finetune_multigpu-*.whl")
     environment = folder / "environment"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from rich.text import Text
 from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
+from finetune.doctor import checks
 from finetune.engine import record
 from finetune.engine.checkpoint import output_folder
 from finetune.engine.model import adapter_coverage, adapter_targets, load_checks
@@ -32,7 +34,7 @@ from finetune.engine.preflight import config_checks, hub
 from finetune.engine.session import opening
 from finetune.errors import RunError, UserError
 from finetune.runtime import command
-from finetune.runtime.bootstrap import Stack
+from finetune.runtime.bootstrap import Stack, http_library
 from finetune.runtime.machine import disk
 from finetune.runtime.ranks import distributed, launcher
 from tests.helpers import ROOT, tiny
@@ -497,9 +499,6 @@ def test_model_files_that_are_whole(tiny_model: Path) -> None:
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name without a host fails after two attempts; a slow network passes."""
-    import time
-
-    import httpx
     from huggingface_hub import constants, utils
 
     asked = []
@@ -513,24 +512,25 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
+    monkeypatch.setattr(utils, "get_session", head(http_library().ConnectError("no such host")))
     with pytest.raises(UserError, match=r"^\S+ cannot be reached \(no such host\), and .*no-such/model.*spelling"):
         config_checks.check_model(config(model="no-such/model"))
     assert len(asked) == 2
-    monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
+    monkeypatch.setattr(utils, "get_session", head(http_library().ReadTimeout("slow")))
     config_checks.check_model(config(model="no-such/model"))
+    monkeypatch.setattr(utils, "get_session", head(http_library().ConnectTimeout("")))
+    with pytest.raises(UserError, match=r"cannot be reached \(the connection timed out\)"):
+        config_checks.check_model(config(model="no-such/model"))
 
-    monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
+    monkeypatch.setattr(utils, "get_session", head(http_library().ConnectError("no such host")))
     hub_rows = load(["--model.model_name_or_path", "m", "--data.dataset_name", "no-such/rows"])
     with pytest.raises(UserError, match=r"cannot be reached.*data.dataset_name is no-such/rows"):
         config_checks.check_data(hub_rows)
 
 
-def test_a_network_that_drops_everything_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a connection that times out nor a name server that never answers is waited for."""
+def test_a_name_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    import httpx
     from huggingface_hub import constants, utils
 
     answered = threading.Event()
@@ -541,28 +541,18 @@ def test_a_network_that_drops_everything_costs_seconds(monkeypatch: pytest.Monke
         config_checks.check_model(config(model="no-such/model"))
     answered.set()
 
-    def drop(*given: object, **more: object) -> None:
-        raise httpx.ConnectTimeout("")
-
-    monkeypatch.setattr(hub, "HUB_SECONDS", 30.0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=drop))
-    with pytest.raises(UserError, match=r"cannot be reached \(the connection timed out\)"):
-        config_checks.check_model(config(model="no-such/model"))
-
 
 def test_what_is_in_the_cache_needs_no_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One question, then the libraries do not ask at all."""
-    import httpx
     from huggingface_hub import constants, utils
 
     asked = []
 
     def ask(*arguments: object, **more: object) -> None:
         asked.append(arguments)
-        raise httpx.ConnectError("no such host")
+        raise http_library().ConnectError("no such host")
 
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -670,14 +660,17 @@ def test_hints_name_no_launch_profile_of_the_checkout() -> None:
     assert found == []
 
 
-def test_nothing_says_to_install_the_other_project_of_that_name() -> None:
-    """`finetune` on PyPI is not this project."""
-    places = [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "finetune").rglob("*.py"),
-        ROOT / "Dockerfile",
-    ]
-    other = re.compile(r"\binstall (?:-\S+ )*['\"]?finetune(?![\w./-])")
-    assert other.search("pip install -U 'finetune[flash]'")
-    assert [path.name for path in places if other.search(path.read_text(encoding="utf-8"))] == []
+def test_hints_install_this_project() -> None:
+    """By the name and the extras of pyproject.toml: `finetune` on PyPI is another project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = "|".join(project["optional-dependencies"])
+    hint = re.compile(r"\binstall (?:-\S+ )*(?:\S+\.txt )?['\"]?(finetune(?![\w./])[\w-]*(?:\[[\w,]+\])?)")
+    ours = re.compile(rf"{project['name']}(\[(({extras}),?)+\])?")
+    assert not any(map(ours.fullmatch, hint.findall("install -U 'finetune[flash]'; install finetune-multigpu[x]")))
+    found = {
+        one
+        for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "finetune").rglob("*.py"))
+        for one in hint.findall(path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 5 and all(map(ours.fullmatch, found)), found
+    assert checks.DISTRIBUTION == project["name"]

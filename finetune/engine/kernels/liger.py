@@ -22,7 +22,7 @@ from finetune.runtime.types import Model
 if TYPE_CHECKING:
     import torch
 
-NOT_INSTALLED = "liger-kernel is not installed: pip install '.[liger]'"
+NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune-multigpu[liger]'"
 # Loss and gradients with Liger's kernels and without: tests/gpu. For Llama also whole runs, in full and with adapters:
 # benchmarks/results/LOG.md.
 VALIDATED_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -10,6 +10,7 @@ from finetune.config import Config
 from finetune.engine.preflight.hub import hub_is_off
 from finetune.engine.preflight.model_files import ADAPTER, TOKENIZER, cached_model_file, model_folder, read_object
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import http_library
 from finetune.runtime.files import read_json
 
 
@@ -51,7 +52,6 @@ def local_adapter(config: Config) -> dict | None:
 
 
 def _hub_adapter(config: Config) -> dict | None:
-    import httpx
     from huggingface_hub import file_exists, hf_hub_download
     from huggingface_hub.errors import HFValidationError
 
@@ -62,7 +62,7 @@ def _hub_adapter(config: Config) -> dict | None:
         if not file_exists(name, ADAPTER, revision=revision):
             return None
         return read_json(Path(hf_hub_download(name, ADAPTER, revision=revision)))
-    except (httpx.HTTPError, HFValidationError, OSError):
+    except (http_library().HTTPError, HFValidationError, OSError):
         return None  # loading the model reports the error better
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import http_library
 from finetune.runtime.command import warn
 
 HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
@@ -55,11 +56,10 @@ def why_unreachable(tries: int = 2) -> str | None:
 
 def _try_to_connect(tries: int) -> str | None:
     """The error of connecting to the Hub, 1 s apart; None once it is connected."""
-    import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    why = None
+    why, httpx = None, http_library()
     for left in reversed(range(tries)):
         try:
             get_session().head(constants.ENDPOINT, timeout=httpx.Timeout(HUB_SECONDS - 1, read=1.0))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKAGE = "flash-attn-4"
-NOT_INSTALLED = f"{PACKAGE} is not installed: pip install '.[flash]'"
+NOT_INSTALLED = f"{PACKAGE} is not installed: pip install 'finetune-multigpu[flash]'"
 CAUSAL = (-1, 0)  # the window of plain causal attention
 # Tokens. The kernels only need an upper bound on the longest document. If that is a single block (at most 128 tokens),
 # other kernels are compiled, in the middle of a run: 5.7 s on an H200 (benchmarks/results/LOG.md).

@@ -190,7 +190,7 @@ def test_without_ruff_nothing_is_converted(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ruff", None)  # `import ruff` raises ImportError
     assert main([str(notebook()), "--out", str(tmp_path / "out")]) == 2
-    assert "pip install '.[convert]'" in capsys.readouterr().err
+    assert "pip install 'finetune-multigpu[convert]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -48,7 +48,8 @@ def test_without_a_converter_the_command_says_what_to_install(
     with pytest.raises(UserError, match=f"not in {tmp_path / 'none'}"):
         gguf.find(tmp_path / "none", "f16", "m")
     monkeypatch.setattr(gguf, "CHECKER", "a_module_that_is_not_there")
-    assert "pip install '.[gguf]'" in ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
+    words = ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
+    assert "pip install 'finetune-multigpu[gguf]'" in words
 
 
 def test_the_converter_gets_what_transformers_does_not_save(run_folder: Path, base: Path, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_the_converter_of_the_user_runs_on_the_merged_model(
 @pytest.mark.process
 def test_a_file_names_the_token_that_ends_a_turn(tmp_path: Path) -> None:
     """Everything else stays as it is."""
-    library = pytest.importorskip("gguf", reason="gguf is not installed: pip install '.[gguf]'")
+    library = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     file, weights = tmp_path / "model.gguf", torch.arange(48.0).view(6, 8).numpy()
     writer = library.GGUFWriter(file, "llama")
     writer.add_token_list(["a", "b", "猫"])

@@ -538,7 +538,7 @@ def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.choose("torch", SHAPES, "cpu").kernel == attention.FLASH_2
     assert attention.choose("flash_4", SHAPES, "cpu").kernel == attention.FLASH_4  # slower, and wanted
     monkeypatch.setattr(flash, "why_unusable", lambda: flash.NOT_INSTALLED)
-    with pytest.raises(UserError, match="pip install '.\\[flash\\]'"):
+    with pytest.raises(UserError, match="pip install 'finetune-multigpu\\[flash\\]'"):
         attention.choose("flash_4", SHAPES, "cpu")
     assert "flash-attn-4 is not installed" in attention.choose("auto", SHAPES, "cpu").reason
     assert not flash.is_enabled()
