@@ -11,7 +11,8 @@ and its loss is probed alone. On a CPU, where Unsloth does not load it, that is 
 Most releases need the package `triton` to import, on a CPU as well.
 
 Per patch: `present` is what the probe found, `repaired` what it found after the patch. `unknown` says why a probe
-could not run: its module is not in the release, does not import here, or needs a GPU.
+could not run: its module is not in the release, does not import here, or needs a GPU. On stderr, the patches that a
+release makes superfluous: `make test-newest` asks the newest one.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from patches import (
-    EARLY,
-    LATE,
-    unsloth_fused_loss_backward,
-    unsloth_fused_loss_view,
-    unsloth_packed_probe_in_checkpoint,
-)
+import patches
+from finetune.runtime.bootstrap import installed_version
 
-LOSS = (unsloth_fused_loss_view, unsloth_fused_loss_backward)
+LOSS = (patches.unsloth_fused_loss_view, patches.unsloth_fused_loss_backward)
+# Their probes find nothing without a GPU. What they look for: a function or a class, and its module.
+ON_A_GPU = {
+    patches.unsloth_all_trl_trainers: ("unsloth.models.rl", "patch_trl_rl_trainers"),
+    patches.unsloth_packed_probe_in_checkpoint: ("unsloth.utils.hf_packed_attention", "_varlen_in_graph_probe"),
+    patches.unsloth_rope_gradient_layout: ("unsloth.kernels.rope_embedding", "Fast_RoPE_Embedding_QK"),
+}
 TIMEOUT = 600  # seconds per release
 # Modules that `import unsloth` leaves out on a CPU, and that a probe looks for.
 PROBED_MODULES = {
-    "unsloth_embeddings_on_disk": "unsloth.models.llama",
-    "unsloth_full_checkpointing": "unsloth.models.vision",
-    "unsloth_merged_export_ranks": "unsloth.save",
+    patches.unsloth_embeddings_on_disk: "unsloth.models.llama",
+    patches.unsloth_full_checkpointing: "unsloth.models.vision",
+    patches.unsloth_merged_export_ranks: "unsloth.save",
 }
 
 
@@ -52,22 +54,15 @@ def short_name(patch: ModuleType) -> str:
     return patch.__name__.rpartition(".")[2]
 
 
-def installed(name: str) -> str | None:
-    """Version of a package, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def reason(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def probe(patch: ModuleType) -> dict[str, Any]:
-    """Probe, apply, probe again."""
+def probe(patch: ModuleType, module: str = "patches") -> dict[str, Any]:
+    """Probe, apply, probe again, in a process that has the module."""
     try:
+        importlib.import_module(module)
         if not patch.needed():
             return {"present": False}
         patch.apply()
@@ -86,7 +81,7 @@ def load_loss(folder: Path) -> None:
     device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
     sys.modules[device.__name__] = device
     os.environ["UNSLOTH_CE_LOSS_TARGET_GB"] = "1"  # else they ask the GPU for its free memory, by way of other modules
-    importlib.import_module(unsloth_fused_loss_view.MODULE)
+    importlib.import_module(patches.unsloth_fused_loss_view.MODULE)
 
 
 def probe_all(loss_alone: str | None) -> dict[str, Any]:
@@ -99,35 +94,26 @@ def probe_all(loss_alone: str | None) -> dict[str, Any]:
         except Exception as error:
             return {short_name(patch): {"unknown": reason(error)} for patch in LOSS}
         return {short_name(patch): probe(patch) for patch in LOSS}
-    found = {short_name(patch): probe(patch) for patch in EARLY}
+    elsewhere = {} if torch.cuda.is_available() else ON_A_GPU
+    found = {short_name(patch): probe(patch) for patch in patches.EARLY if patch not in elsewhere}
     try:
         importlib.import_module("unsloth")
     except BaseException as error:  # some releases raise SystemExit
         return found | {"import_error": reason(error)}
-    for patch in (patch for patch in LATE if patch not in LOSS):
-        name = short_name(patch)
-        try:
-            importlib.import_module(PROBED_MODULES.get(name, "unsloth"))
-        except Exception as error:
-            found[name] = {"unknown": reason(error)}
-            continue
-        if patch is unsloth_packed_probe_in_checkpoint and not torch.cuda.is_available():
-            found[name] = packed_probe_on_a_cpu()
-            continue
-        found[name] = probe(patch)
-    return found
+    found |= {short_name(patch): without_a_gpu(*where) for patch, where in elsewhere.items()}
+    late = [patch for patch in patches.LATE if patch not in (*LOSS, *elsewhere)]
+    return found | {short_name(patch): probe(patch, PROBED_MODULES.get(patch, "unsloth")) for patch in late}
 
 
-def packed_probe_on_a_cpu() -> dict[str, Any]:
-    """The kernel that this probe runs needs a GPU; whether a release tries it at all can be seen without."""
-    patch = unsloth_packed_probe_in_checkpoint
+def without_a_gpu(module: str, name: str) -> dict[str, Any]:
+    """Whether a release has what a probe would run on a GPU."""
     try:
-        module = importlib.import_module(patch.MODULE)
+        has = hasattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
-        return {"present": False}
+        has = False
     except Exception as error:
         return {"unknown": reason(error)}
-    return {"unknown": "its kernel needs a GPU"} if hasattr(module, patch.NAME) else {"present": False}
+    return {"unknown": "needs a GPU"} if has else {"present": False}
 
 
 def in_a_process(folder: Path, *options: str) -> dict[str, Any]:
@@ -165,18 +151,29 @@ def record(folder: Path) -> dict[str, Any]:
     probes = in_a_process(folder)
     error = probes.pop("import_error", None)
     probes |= in_a_process(folder, "--loss-of", str(folder))
-    names = [short_name(patch) for patch in (*EARLY, *LATE)]
+    names = [short_name(patch) for patch in (*patches.EARLY, *patches.LATE)]
     return {
         "unsloth": versions.get("unsloth"),
         "unsloth_zoo": versions.get("unsloth_zoo"),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        **{name: installed(name) for name in ("triton", "transformers", "trl")},
+        **{name: installed_version(name) for name in ("triton", "transformers", "trl")},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "imports": error is None,
         "import_error": error,
         "probes": {name: probes.get(name, {"unknown": "the release does not import here"}) for name in names},
     }
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Which patches a release makes superfluous, of those that wait for one."""
+    waiting = [name for name in found["probes"] if importlib.import_module(f"patches.{name}").REMOVE_WHEN is None]
+    states = {name: found["probes"][name].get("present", found["probes"][name].get("unknown")) for name in waiting}
+    retired = [name for name, state in states.items() if state is False]
+    lines = [f"unsloth {found['unsloth']} with transformers {found['transformers']} and trl {found['trl']}:"]
+    lines += [f"  {name}: {'still needed' if state is True else state}" for name, state in states.items() if state]
+    lines += [f"  {name}: superfluous; set REMOVE_WHEN in patches/{name}.py to this release" for name in retired]
+    return "\n".join([*lines, *filter(None, [found["import_error"]])]) + "\n"
 
 
 def main() -> int:
@@ -199,6 +196,7 @@ def main() -> int:
         failed |= any(one.get("repaired") is False for one in found["probes"].values())
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
+        sys.stderr.write(summary(found))
     return int(failed)
 
 

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import patches
+from benchmarks import release_probes
 from patches import core
 
 FOLDER = Path(patches.__file__).parent
@@ -40,6 +41,17 @@ def test_patch_is_removed_when_its_time_has_come(patch: types.ModuleType) -> Non
     assert lower, f"{gone.name} is no dependency"
     oldest = lower[0].split(">=")[1].split(",")[0]
     assert not gone.specifier.contains(oldest), f"delete {patch.__file__}: every {gone.name} allowed is repaired"
+
+
+def test_patches_that_a_new_unsloth_makes_superfluous_are_named() -> None:
+    """One whose REMOVE_WHEN names a release already is not."""
+    probes = {"unsloth_fused_loss_view": {"present": False}, "torch_cudnn_attention_nan": {"present": False}}
+    probes |= {"unsloth_full_checkpointing": {"present": True}, "unsloth_rope_gradient_layout": {"unknown": "no GPU"}}
+    given = {"unsloth": "2099.1.1", "transformers": "5.30.0", "trl": "1.20.0", "import_error": None, "probes": probes}
+    first, *others, last = release_probes.summary(given).splitlines()
+    assert first == "unsloth 2099.1.1 with transformers 5.30.0 and trl 1.20.0:"
+    assert others == ["  unsloth_full_checkpointing: still needed", "  unsloth_rope_gradient_layout: no GPU"]
+    assert last.startswith("  torch_cudnn_attention_nan: superfluous; set REMOVE_WHEN in patches/torch_cudnn_")
 
 
 @pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.__name__)
