@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from finetune.drop_in import TrainingArguments as TrainingArguments
     from finetune.drop_in import setup_chat_format as setup_chat_format
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

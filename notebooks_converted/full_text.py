@@ -7,7 +7,7 @@
 `global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.
 Left out (details in full_text.report.json): after training (cells 8, 9); inference (cell 9); dead code: `if
 False:` (cell 11).
-Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.1.0. This is a derived work, so
+Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.2.0. This is a derived work, so
 the notebook's license applies.
 """
 

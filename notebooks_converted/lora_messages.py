@@ -8,7 +8,7 @@
 Left out (details in lora_messages.report.json): a branch that installs (cell 2); display (cells 11, 12, 19);
 memory and time statistics (cells 15, 17); after training (cells 17, 19); the trainer sets the model's mode
 (cell 19); inference (cell 19); dead code: `if False:` (cells 22, 23).
-Generated from lora_messages.ipynb (sha256 64ea92aca5c0ee66) by finetune convert 0.1.0. This is a derived
+Generated from lora_messages.ipynb (sha256 64ea92aca5c0ee66) by finetune convert 0.2.0. This is a derived
 work, so the notebook's license applies.
 """
 

@@ -8,7 +8,7 @@
 Left out (details in multi_turn_responses.report.json): a branch that installs (cell 1); display (cells 9, 14,
 15); memory and time statistics (cells 16, 18); after training (cells 18, 20); inference (cell 20); dead code:
 `if False:` (cell 23).
-Generated from multi_turn_responses.ipynb (sha256 77badd00284eb733) by finetune convert 0.1.0. This is a
+Generated from multi_turn_responses.ipynb (sha256 77badd00284eb733) by finetune convert 0.2.0. This is a
 derived work, so the notebook's license applies.
 """
 

@@ -8,7 +8,7 @@
 Left out (details in qlora_alpaca.report.json): a branch that installs (cell 1); unused value (cell 2); memory
 and time statistics (cells 8, 10); after training (cells 10, 12); the trainer sets the model's mode (cell 12);
 inference (cell 12); dead code: `if False:` (cell 15).
-Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.1.0. This is a derived work,
+Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.2.0. This is a derived work,
 so the notebook's license applies.
 """
 

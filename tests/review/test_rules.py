@@ -67,8 +67,6 @@ def routed(
 
 
 CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
-FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
-SLOW_STEP = {"data_wait": 0.1}
 HOST_BOUND = {rank: {"wait": 0.048} for rank in range(2)}
 IDLE = {rank: {"utilization": 0.7} for rank in range(2)}
 ROWS = {"rows_read": 1000, "rows_kept": 900}

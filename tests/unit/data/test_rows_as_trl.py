@@ -10,6 +10,7 @@ import functools
 import json
 import random
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -308,7 +309,7 @@ UNMARKED = {
 
 
 @pytest.mark.parametrize("name", UNMARKED)
-def test_turns_without_marks_are_those_of_the_training_template_without_what_no_model_generates(name: str) -> None:
+def test_turns_without_marks_are_those_of_the_training_template(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked here: what the generation prompt already has, and what follows the end of the turn."""
     from trl import chat_template_utils
 
@@ -316,10 +317,11 @@ def test_turns_without_marks_are_those_of_the_training_template_without_what_no_
     template = getattr(chat_template_utils, f"{name}_chat_template")
     tokenizer.chat_template = getattr(chat_template_utils, f"{name}_training_chat_template")
     messages = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello"))] * 2
-    today = {"strftime_now": datetime(2026, 1, 1).strftime}  # the date of every template here
-    trl = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **today)
+    today = SimpleNamespace(now=lambda: datetime(2026, 1, 1))  # the date of every template here
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
+    trl = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     opening = tokenizer.apply_chat_template(
-        messages[:1], chat_template=template, add_generation_prompt=True, tokenize=False, **today
+        messages[:1], chat_template=template, add_generation_prompt=True, tokenize=False
     )
     ((found,),) = Encoder(tokenizer, template).encode_batch([Conversation(messages=messages)])  # type: ignore[misc]
     assert found.input_ids.tolist() == trl["input_ids"]
