@@ -23,14 +23,14 @@ MOST = {
     "finetune/*": (1178, 12),
     "finetune/advise": (847, 10),
     "finetune/bench": (536, 8),
-    "finetune/chat": (900, 8),
+    "finetune/chat": (1074, 8),
     "finetune/config": (3025, 11),
     "finetune/convert": (6400, 33),
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15940, 106),
-    "finetune/export": (2920, 13),
+    "finetune/engine": (15941, 106),
+    "finetune/export": (2945, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
     "finetune/parity": (483, 5),
@@ -40,7 +40,7 @@ MOST = {
     "patches": (1085, 17),
     "tests": (49515, 397),
 }
-TOTAL = (56502, 340)  # of the parts of finetune/ together
+TOTAL = (56702, 341)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
