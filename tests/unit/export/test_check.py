@@ -216,14 +216,6 @@ def test_a_tower_that_the_base_lacks_is_not_demanded(tmp_path: Path, check: Modu
     assert wrong_tensors(job, check) == [f"{lost} is missing"]
 
 
-def test_llama_cpp_has_what_the_check_uses() -> None:
-    """Of the extra `gguf`, which `make test-oldest` installs."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="the extra `gguf` is not installed")
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = "model.gguf", 64, 1, False
-    assert parameters.model.path == "model.gguf" and callable(xllamacpp.Server.handle_completions)
-
-
 def test_tensors_that_the_model_does_not_load_are_compared_with_the_files_before(
     base: Path, tmp_path: Path, check: ModuleType
 ) -> None:

@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from finetune.engine.checkpoint import checkpoints
 from finetune.engine.optimizer import master_weights
 from finetune.errors import UserError
-from finetune.export import card, command, source, verify
+from finetune.export import card, command, verify
 from finetune.export.merged import Merge
-from finetune.runtime import command as commands
-from tests.helpers import launch
 from tests.helpers.export import WARNINGS, edit, ends, flip, load, tensors
 
 pytestmark = WARNINGS
@@ -188,32 +186,3 @@ def test_a_damaged_export_ends_with_1_and_leaves_nothing(
     assert not out.exists() and not list(tmp_path.glob(".*"))
     assert findings[0]["imported_finetune"] is False and findings[0]["passed"] is False
     assert json.loads(report.read_text())["verification"]["passed"] is False
-
-
-@pytest.mark.process
-@pytest.mark.campaign
-def test_from_training_to_a_merged_model(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    data = ["--data.train_file", str(tiny_data / "train.jsonl"), "--model.model_name_or_path", str(tiny_model)]
-    settings = [*data, "--training.max_steps", "4", "--training.save_steps", "2", "--training.learning_rate", "1e-2"]
-    launch.train("1 rank", [*settings, "--model.backend", "transformers"], out=tmp_path / "run", cache=tmp_path)
-    for given in ("run", "run/checkpoint-2"):
-        out = tmp_path / given.replace("/", "-merged-")
-        out = out.with_name(f"{out.name}-out")
-        arguments = [str(tmp_path / given), "--to", "merged", "--out", str(out), "--json", str(tmp_path / "r.json")]
-        done = launch.python(["-m", "finetune.export", *arguments], cache=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert json.loads((tmp_path / "r.json").read_text())["verification"]["imported_finetune"] is False
-        assert load(out) is not None
-    weights = tmp_path / "run" / "adapter_model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(UserError, match="does not match its checksum in run.json"):
-        source.find(tmp_path / "run")
-
-
-def test_the_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    from finetune import cli
-
-    assert cli.main(["export", "--help"]) == commands.DONE
-    assert "RUN|CHECKPOINT --to FORM --out DIR" in capsys.readouterr().out

@@ -275,6 +275,7 @@ OF_NO_MODULE = {
         "engine/model/test_untrusted_models.py",
         "engine/monitoring/test_progress.py",
         "engine/training/test_gradient_accumulation.py",
+        "export/test_every_door.py",
         "test_bad_input.py",
         "test_user_errors.py",
     ],
