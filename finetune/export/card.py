@@ -28,6 +28,17 @@ LOSES = (  # measured: docs/learning.md#no-adapters-part-is-rounded-away
     " what it had learned; merged in float32, nothing: `finetune export RUN --to merged --dtype float32`."
 )
 
+# Fields of PEFT's configuration that vLLM's loader refuses or misapplies: docs/serving.md#which-adapters
+_MERGED_ONLY = {
+    "modules_to_save": "modules trained in full",
+    "trainable_token_indices": "trained rows of embeddings",
+    "use_dora": "DoRA",
+    "lora_bias": "trained biases",
+    "rank_pattern": "ranks by module (earlier releases scale all by r)",
+    "alpha_pattern": "scales by module (earlier releases use lora_alpha for all)",
+    "target_parameters": "adapted experts (few models take them, such as gpt-oss and Qwen3.5-MoE)",
+}
+
 
 def write(folder: Path, source: Source, form: str, verified: str | None) -> None:
     """Write README.md.
@@ -70,7 +81,8 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
     lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
     if form == "adapter" and source.adapter:
-        lines += [f"To serve it: `{serving('FOLDER', base, source.adapter)}`. {LOSES}", ""]
+        why = merged_only(source.adapter)
+        lines += [why or f"To serve it: `{serving('FOLDER', base, source.adapter)}`. {LOSES}", ""]
     if source.raw:
         lines += ["It was trained without a chat template: give it the prompt as it is, not messages.", ""]
     if data := list(_data(record)):
@@ -90,10 +102,19 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     return "\n".join(lines)
 
 
+def merged_only(adapter: JsonObject) -> str | None:
+    """Why an adapter is not for vLLM beside its base, in a sentence; None if it is."""
+    found = [what for name, what in _MERGED_ONLY.items() if adapter.get(name)]
+    found += ["trained biases"] if adapter.get("bias") not in (None, "none") else []
+    if not found:
+        return None
+    return f"Serve this adapter merged: beside its base, vLLM refuses or misapplies {', '.join(found)}."
+
+
 def serving(folder: str, base: str, adapter: JsonObject) -> str:
     """The command that serves an adapter beside its base with vLLM, which takes powers of two from 8 on as ranks."""
-    ranks = [one for one in (adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()) if type(one) is int]
-    rank = max(8, 1 << (max(ranks, default=1) - 1).bit_length())
+    r = adapter.get("r")
+    rank = max(8, 1 << (r - 1).bit_length()) if isinstance(r, int) else 8
     return f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME={folder}"
 
 

@@ -228,6 +228,8 @@ def write_tokenizer(found: Source, folder: Path) -> Tokenizer:
 def write_adapter(found: Source, folder: Path) -> None:
     """Copy the adapter as it is."""
     shutil.copyfile(found.folder / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
+    if why := card.merged_only(found.adapter or {}):
+        print_line(f"note: {why}", style="yellow")
     if card.shortened(found.name) != found.name:
         print_line(
             "note: the base model is a local folder. Before you publish this adapter, set base_model_name_or_path in "

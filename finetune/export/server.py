@@ -29,7 +29,7 @@ ROWS, CONTEXT, SCORED = 8, 1024, 64  # rows of the run, most tokens before the s
 # Of the mean difference of a token's log-probability, measured: docs/serving.md#bounds
 NOISE = 0.1  # of bfloat16 and other kernels
 LOST = 0.1  # of the difference between trained and base model, as in check.py
-ENDS = 0.5  # the trained model's probability that a turn ends here
+ENDS, GOES_ON = 0.5, 0.01  # the trained model's probability that a turn ends here, at least and at most
 CODES = {"equal": 0, "base": 3, "template": 4, "stop": 5, "differs": 6, "undecided": 7}  # exit codes
 START = (
     "Start one that gives log-probabilities: `vllm serve`, `llama-server` or `python -m sglang.launch_server` "
@@ -135,7 +135,7 @@ class Answer:
     ids:       tokens of the prompt, as training renders it, and of what follows
     start:     where that begins
     logprobs:  the server's, of ids[start:]; empty if it gives none
-    text:      generated
+    text:      generated; `stopped`: it came to an end
     read:      number of tokens as which the server reads messages, if it gives that; or why it cannot be asked
     run, base: log-probabilities of ids[start:] by the trained model and by its base, if that is known
     ends:      the trained model's probability that the turn ends, before each of these tokens and after the last
@@ -146,6 +146,7 @@ class Answer:
     start: int
     logprobs: list[float]
     text: str = ""
+    stopped: bool = False
     read: object = None
     run: list[float] = field(default_factory=list)
     base: list[float] | None = None
@@ -219,7 +220,7 @@ def generated(kind: str, ids: list[int], tokenizer: Tokenizer, reply: JsonObject
         own, logprobs = [], []
     read = usage.get("prompt_tokens")
     read = read if kind == "chat" and type(read) is int and 0 <= read < 10**9 else None
-    return Answer(kind, [*ids, *own], len(ids), logprobs, text, read)
+    return Answer(kind, [*ids, *own], len(ids), logprobs, text, choice.get("finish_reason") == "stop", read)
 
 
 def _is_logprob(value: object) -> bool:
@@ -319,7 +320,7 @@ def judge_weights(figures: JsonObject, folder: str) -> tuple[str, str]:
 
 
 def _wrong_end(answer: Answer, stops: Collection[int], stop_text: str | None, trained: bool) -> str:
-    """How an answer goes on after the end of a turn, also by the trained model if the server has that; "" if not."""
+    """How an answer misses the end of a turn, also by the trained model if the server has that; "" if not."""
     own = answer.ids[answer.start :]
     if stop_text and stop_text in answer.text:
         return "contains it as text"
@@ -327,4 +328,5 @@ def _wrong_end(answer: Answer, stops: Collection[int], stop_text: str | None, tr
         return "goes on after an end token"
     if trained and any(chance > ENDS and one not in stops for chance, one in zip(answer.ends, own, strict=False)):
         return "goes on where the trained model ends"
-    return ""
+    early = trained and answer.stopped and own and own[-1] not in stops and answer.ends[len(own)] < GOES_ON
+    return "ends where the trained model goes on" if early else ""

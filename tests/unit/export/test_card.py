@@ -33,3 +33,13 @@ def test_a_model_in_the_hubs_cache_has_its_name_on_the_hub(run_folder: Path) -> 
     text = card.text(replace(source.find(run_folder), name=cached), "adapter", None)
     assert "base_model: our-lab/small-1.5\n" in text and "merged in float32, nothing" in text
     assert "vllm serve our-lab/small-1.5 --enable-lora --max-lora-rank 8 --lora-modules NAME=FOLDER" in text
+
+
+def test_what_vllm_refuses_beside_its_base_is_served_merged(run_folder: Path) -> None:
+    plain = {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none", "rank_pattern": {}}
+    assert card.merged_only(plain | {"use_rslora": True, "modules_to_save": None}) is None
+    wrong = {name: ["x"] for name in ("modules_to_save", "target_parameters", "use_dora", "bias", "alpha_pattern")}
+    for name, value in (wrong | {"rank_pattern": {"x": 4}}).items():
+        assert "Serve this adapter merged" in (card.merged_only(plain | {name: value}) or ""), name
+    text = card.text(replace(source.find(run_folder), adapter=plain | {"use_dora": True}), "adapter", None)
+    assert "refuses or misapplies DoRA." in text and "vllm serve" not in text

@@ -214,6 +214,8 @@ def test_ends_are_judged_by_the_trained_model() -> None:
     assert judged(ends=[0.0, 0.7, 0.9]) == judged(ids=[1, 2, 6]) == ["stop", "equal"]
     assert judged(ends=[0.0, 0.7, 0.9], logprobs=[-4.0, -3.0]) == ["base"]  # another model has other ends
     assert judged(kind="chat", read=3)[0] == "template"
+    assert judged(stopped=True) == judged(stopped=True, ids=[1, 5, 2], ends=[0.0, 0.9, 0.0]) == ["equal"]
+    assert judged(stopped=True, ends=[0.0, 0.1, 0.001]) == ["stop", "equal"]  # too early
 
 
 def test_what_lies_between_trained_and_base_model() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from finetune import cli
@@ -44,11 +47,29 @@ def test_a_family_through_its_runs(family: str, tmp_path: Path, monkeypatch: pyt
         assert cli.main(["export", str(once), "--to", "merged", "--out", str(merged)]) == 0
         answers = [answered(tmp_path, one, "--prompts", str(prompts))["answers"][0]["answer"] for one in (once, merged)]
         assert all(one["text"] for one in answers)
+        check_adapter(once, base, merged)
         trained = runs(full, *STEPS, "--model.full_finetuning", "true")
     assert trained["packs"]["packed"] and trained["status"] == "done"
     before, after = load_file(base / "model.safetensors"), load_file(full / "model.safetensors")
     assert {name: one.shape for name, one in after.items()} == {name: one.shape for name, one in before.items()}
     assert sum(not torch.equal(one, before[name]) for name, one in after.items()) > 15  # without towers
+
+
+def check_adapter(adapter: Path, base: Path, merged: Path) -> None:
+    """An adapter names modules of the checkpoint's own class, as servers read them, and plain PEFT loads all of it onto
+    that class, with the outputs of the merged model."""
+    kind = getattr(transformers, json.loads((base / "config.json").read_text())["architectures"][0])
+    model, whole = (kind.from_pretrained(folder, dtype=torch.float32).eval() for folder in (base, merged))
+    modules, content = dict(model.named_modules()), load_file(adapter / FINAL)
+    names = [re.fullmatch(r"base_model\.model\.(.+?)(\.base_layer)*\.lora_[AB]\.weight", name) for name in content]
+    assert names and all(found is not None and found[1] in modules for found in names), list(content)[:9]
+    loaded, ids = peft.PeftModel.from_pretrained(model, adapter).eval(), torch.arange(5, 25)[None]
+    assert peft.get_peft_model_state_dict(loaded).keys() == content.keys()
+    with torch.no_grad(), loaded.disable_adapter():
+        before = loaded(input_ids=ids).logits
+    with torch.no_grad():
+        change, off = (one(input_ids=ids).logits - before for one in (loaded, whole))
+    assert (change - off).abs().max() < 0.2 * change.abs().max()
 
 
 @pytest.mark.campaign
