@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from finetune.engine.checkpoint.run_artifacts import TrainedModel
 
 PURPOSE = (
-    "Talk to the result of a run in the terminal, or answer a file of prompts. RUN is an output folder of"
-    " finetune.train, a checkpoint in it, or a folder that `save_model` wrote: an adapter or a full model."
+    "Talk to the result of a run in the terminal, answer a file of prompts, or score the answers to rows of a file. RUN"
+    " is an output folder of finetune.train, a checkpoint, or a folder that `save_model` wrote: an adapter or a model."
 )
 NOTES = (
-    "A conversation samples as the model's generation config says; a file of prompts is answered greedily. In a"
+    "A conversation samples as the model's generation config says; files are answered greedily. In a"
     " conversation, /clear forgets what was said, Ctrl-C stops an answer, and Ctrl-D or /exit ends. Exit code 0: done,"
     " 1: failed, 2: bad input, 130: interrupted."
 )
@@ -44,6 +45,8 @@ def own_options() -> Options:
     found.add_switch("--compare", "answer with the base model as well, next to the trained one")
     found.add_switch("--serve", "print the commands that serve it, and which of them loses less")
     found.add("--prompts", path, "FILE", "answer each line of a text file (- for stdin), greedily, instead of talking")
+    found.add("--score", path, "FILE", "score the answers to rows with right answers, in any format of training data")
+    found.add("--metric", str, "MODULE:FUNCTION", "score with your own function as well, one for logging.metric")
     found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
     found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
     found.add_switch("--template", "send prompts in the chat template, although the run was trained without it")
@@ -79,7 +82,10 @@ def run(argv: list[str]) -> int:
         print_serving(found)
         return 0
     from finetune.chat import load
+    from finetune.runtime import user_code
 
+    if options.metric:
+        user_code.check("--metric", options.metric, None)
     loaded = load.load(
         found,
         base=options.base,
@@ -89,12 +95,15 @@ def run(argv: list[str]) -> int:
     )
     generator = _generator(options, found, loaded)
     print_line(f"{loaded.description}. {generator.description}.")
+    from finetune.chat import batch, repl
+    from finetune.engine.monitoring.samples import Metric
+
+    if options.score:
+        name = options.metric
+        metric = name and Metric(name=name, function=user_code.load("--metric", name, None), key="--metric")
+        return batch.run_scored(generator, options.score, metric, options.batch_size, options.json)
     if prompts is not None:
-        from finetune.chat import batch
-
         return batch.run(generator, prompts, options.batch_size, options.json)
-    from finetune.chat import repl
-
     return repl.run(generator, options.json)
 
 
@@ -108,7 +117,8 @@ def print_serving(found: TrainedModel) -> None:
     else:
         given = f" --chat-template {shlex.quote(str(template))}" if template.is_file() else ""
         beside = card.serving(folder, shlex.quote(found.base or "BASE"), found.adapter)
-        print_line(f"Beside its base: {beside}{given} --generation-config {folder}")
+        beside = f"Beside its base: {beside}{given} --generation-config {folder}"
+        print_line(card.merged_only(found.adapter) or beside)
         print_line(f"Merged: finetune export {folder} --to merged --out MERGED && vllm serve MERGED\n{card.LOSES}")
     print_line(f"Check the server: finetune export {folder} --check-server http://localhost:8000")
 
@@ -129,6 +139,12 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(
             "--raw and --system are both given: without a chat template, there is no system message. Keep one."
         )
+    if options.prompts and options.score:
+        raise UserError("--prompts and --score are both given: answers are shown, or scored. Keep one.")
+    if options.metric and not options.score:
+        raise UserError(f"--metric is for --score: got {options.metric}. Give the rows with --score, or remove it.")
+    if options.metric and not re.fullmatch(r"[\w.]+:\w+", options.metric):
+        raise UserError(f"--metric must be MODULE:FUNCTION, such as my_metrics:score: got {options.metric!r}.")
     if (world_size := distributed.ranks().world_size) > 1:
         raise UserError(f"chat runs on one process: {world_size} were launched. Start it with `finetune chat`.")
 
@@ -164,7 +180,7 @@ def _generator(options: argparse.Namespace, found: TrainedModel, loaded: LoadedM
     settings = GenerationSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        greedy=options.prompts is not None,
+        greedy=options.prompts is not None or options.score is not None,
         seed=options.seed,
     )
     raw = True if options.raw else False if options.template else None

@@ -79,9 +79,8 @@ def user_errors(key: str, name: str, doing: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:  # after sys.exit() on one rank, the others would wait for it
         where = f" in {doing}" if doing else ""
         text = " ".join(describe(error).split())[:300].rstrip(".")
-        raise RunError(
-            f"{key}: {name} failed{where}{_line(error)}: {text}. Correct it, then resume the run."
-        ) from error
+        again = "resume the run" if key.startswith("logging.") else "run it again"
+        raise RunError(f"{key}: {name} failed{where}{_line(error)}: {text}. Correct it, then {again}.") from error
 
 
 def _line(error: BaseException) -> str:

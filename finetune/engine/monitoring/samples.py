@@ -164,10 +164,11 @@ def is_broken(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """The function that logging.metric names."""
+    """The function that logging.metric, or the option `key`, names."""
 
     name: str
     function: Callable[[list[str], list[str]], object]
+    key: str = "logging.metric"
 
 
 def answer_and_score(
@@ -197,7 +198,7 @@ def score_on_main(metric: Metric, given: list[str], references: list[str]) -> di
     found: dict[str, float] | str = {}
     if distributed.ranks().is_main:
         try:
-            with user_code.user_errors("logging.metric", metric.name):
+            with user_code.user_errors(metric.key, metric.name):
                 found = _checked_scores(metric, metric.function(list(given), list(references)))
         except RunError as error:
             found = str(error)
@@ -214,12 +215,12 @@ def _checked_scores(metric: Metric, value: Any) -> dict[str, float]:
     for name, number in value.items():
         if not isinstance(name, str) or not SCORE_NAME.fullmatch(name) or name in RESERVED_NAMES:
             raise RunError(
-                f"logging.metric: {metric.name} returned a value named {name!r}. Names are letters, digits, spaces and"
+                f"{metric.key}: {metric.name} returned a value named {name!r}. Names are letters, digits, spaces and"
                 f" _ . - % @, at most 40, and none of {', '.join(RESERVED_NAMES)}."
             )
         if isinstance(number, str) or not hasattr(number, "__float__"):
             raise RunError(
-                f"logging.metric: {metric.name} returned a {type(number).__name__} as {name}. Return a number, or a "
+                f"{metric.key}: {metric.name} returned a {type(number).__name__} as {name}. Return a number, or a "
                 "dict of numbers."
             )
     return {name: float(number) for name, number in value.items()}

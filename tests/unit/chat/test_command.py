@@ -41,6 +41,10 @@ def test_prompts_that_cannot_be_answered(
         (["--temperature", "-1"], "expected a number of at least 0"),
         (["--max-new-tokens", "0"], "at least 1"),
         (["--promts", "x"], "Nearest is --prompts"),
+        (["--prompts", "x", "--score", "y"], "--prompts and --score are both given"),
+        (["--metric", "own:f"], "--metric is for --score"),
+        (["--score", "y", "--metric", "own.py"], "--metric must be MODULE:FUNCTION"),
+        (["--score", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_options_that_are_wrong(run: Path, arguments: list[str], expected: str, capsys: Any) -> None:
@@ -52,7 +56,7 @@ def test_the_commands_that_serve_an_adapter(run: Path, capsys: pytest.CaptureFix
     """Nothing is loaded. vLLM takes the chat template and the end tokens of the base unless it is given the run's."""
     edit = run / "adapter_config.json"
     content = edit.read_text()
-    edit.write_text(json.dumps(json.loads(content) | {"r": 4, "rank_pattern": {"q_proj": 17}}))
+    edit.write_text(json.dumps(json.loads(content) | {"r": 17}))
     try:
         assert chat.main([str(run), "--serve"]) == 0
     finally:
