@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 # part: (most lines, most files). The files directly in finetune/ are the part `finetune/*`.
 MOST = {
-    "benchmarks": (7000, 36),
+    "benchmarks": (7180, 36),
     "finetune/*": (1178, 12),
     "finetune/advise": (847, 10),
     "finetune/bench": (536, 8),
@@ -29,8 +29,8 @@ MOST = {
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15941, 106),
-    "finetune/export": (2945, 13),
+    "finetune/engine": (15948, 106),
+    "finetune/export": (2966, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
     "finetune/parity": (483, 5),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1085, 17),
-    "tests": (49665, 397),
+    "tests": (49708, 397),
 }
-TOTAL = (56702, 341)  # of the parts of finetune/ together
+TOTAL = (56753, 341)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
