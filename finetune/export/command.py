@@ -367,7 +367,7 @@ def check_server(options: argparse.Namespace, found: Source) -> int:
         ids = list(tokenizer(text, add_special_tokens=not begins)["input_ids"])
         chats.append((request | ({"chat_template_kwargs": kwargs} if templated and kwargs else {}), ids))
     rows = verify.rows(found.record)[1]
-    print_line(f"Asking {asked.url} for the model {asked.name}")
+    print_line(f"Asking {asked.url} for the model {asked.shown(asked.name)}")
     answers = server.ask_all(asked, tokenizer, rows[:: max(len(rows) // server.ROWS, 1)][: server.ROWS], chats)
     ends = stop_tokens(found, tokenizer) + generation_config.end_tokens_in_file(found.base)
     before = model_files.model_folder(found.name) if found.adapter is None else None

@@ -19,12 +19,14 @@ from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 from finetune.errors import RunError, UserError, cut, listed
+from finetune.redact import MASK
 from finetune.runtime.types import JsonObject, Tokenizer
 from finetune.text import counted
 
 REQUEST_SECONDS, ALL_SECONDS = 120, 900  # for one reply, and for all
 MOST_BYTES = 16 * 2**20  # of a reply
 MAX_NEW_TOKENS = 64
+MOST_CHARACTERS = 100 * MAX_NEW_TOKENS  # of an answer, of which the rest is not read; and of a model's name
 ROWS, CONTEXT, SCORED = 8, 1024, 64  # rows of the run, most tokens before the scored ones, and most scored ones
 # Of the mean difference of a token's log-probability, measured: docs/serving.md#bounds
 NOISE = 0.1  # of bfloat16 and other kernels
@@ -50,7 +52,8 @@ class Server:
     """A server with the OpenAI interface, and the name of the model that is asked for."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """`url` may end with /v1; `key` is sent as the bearer token. Raises UserError if it is no address."""
+        """`url` may end with /v1; `key` is sent as the bearer token, and shown nowhere. Raises UserError if one of them
+        is invalid."""
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -59,19 +62,30 @@ class Server:
             valid = False
         if not valid or not url.isprintable() or " " in url:
             raise UserError(f"--check-server must be an address such as http://localhost:8000: got {cut(url)!r}.")
+        self._key = (key or "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError("The server's key must be printable ASCII. Correct FINETUNE_SERVER_KEY.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name: str | None = None
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
         self._send = urllib.request.build_opener(_NoRedirects).open
         self._until = time.monotonic() + ALL_SECONDS
+
+    def shown(self, text: object, most: int = 80) -> str:
+        """What the server sent, for the user: cut, and without the key, which it may repeat."""
+        return cut(str(text).replace(self._key, MASK) if self._key else text, most)
 
     def choose(self, name: str | None) -> None:
         """Ask for the model of this name, or for the only one. Raises UserError if there are several."""
         data = [] if name else self.ask("/v1/models").get("data")
         given = [one.get("id") for one in data if isinstance(one, dict)] if isinstance(data, list) else []
-        names = [one for one in given if isinstance(one, str)]
+        names = [one for one in given if isinstance(one, str) and 0 < len(one) < MOST_CHARACTERS]
         if len(names) > 1:
-            raise UserError(f"The server has several models: {listed(names)}. Name yours with --served-name.")
+            raise UserError(
+                f"The server has several models: {listed(map(self.shown, names))}. Name yours with --served-name."
+            )
         if not name and not names:
             raise ServerError(f"{self.url}/v1/models names no model. Name yours with --served-name.")
         self.name = name or names[0]
@@ -89,10 +103,11 @@ class Server:
         def fetch() -> None:  # in a thread: a timeout of urllib begins again with every byte
             request = urllib.request.Request(self.url + path, data, self._headers)
             try:
-                with self._send(request, timeout=seconds) as reply:
-                    replies.append((reply.status, reply.read(MOST_BYTES + 1)))
-            except urllib.error.HTTPError as error:
-                replies.append((error.code, b"" if 300 <= error.code < 400 else error.read(10_000)))
+                try:
+                    with self._send(request, timeout=seconds) as reply:
+                        replies.append((reply.status, reply.read(MOST_BYTES + 1)))
+                except urllib.error.HTTPError as error:
+                    replies.append((error.code, b"" if 300 <= error.code < 400 else error.read(10_000)))
             except (OSError, ValueError, http.client.HTTPException) as error:
                 replies.append(error)
 
@@ -101,7 +116,7 @@ class Server:
         thread.join(seconds)
         reply = replies[0] if replies else TimeoutError(f"no reply within {seconds:.0f} s")
         if isinstance(reply, Exception):
-            why = cut(getattr(reply, "reason", None) or reply)
+            why = self.shown(getattr(reply, "reason", None) or reply)
             raise ServerError(f"{self.url}{path} does not answer: {why}. Correct --check-server, or start it. {START}")
         status, content = reply
         if len(content) > MOST_BYTES:
@@ -113,7 +128,7 @@ class Server:
         if status != 200:  # also for a redirect, which is not followed
             why = given.get("error", given) if isinstance(given, dict) else None
             why = why.get("message") if isinstance(why, dict) else why
-            raise ServerError(f"{self.url}{path} replies with HTTP {status}: {cut(why or '', 200)}. {START}")
+            raise ServerError(f"{self.url}{path} replies with HTTP {status}: {self.shown(why or '', 200)}. {START}")
         if not isinstance(given, dict):
             raise ServerError(f"{self.url}{path} replies with something else than a JSON object. {START}")
         return given
@@ -203,17 +218,22 @@ def prompt_logprobs(server: Server, ids: list[int]) -> list[float] | None:
 
 
 def generated(kind: str, ids: list[int], tokenizer: Tokenizer, reply: JsonObject, choice: JsonObject) -> Answer:
-    """An answer of the server. Its tokens are those that it names by number, or else those of its text."""
+    """An answer of the server. Its tokens are those that it names by number, or else those of its text. Raises
+    ServerError if they are more than it was asked for."""
     parts = (choice.get("message"), reply.get("usage"), choice.get("logprobs"))
     message, usage, given = (one if isinstance(one, dict) else {} for one in parts)
     text = message.get("content") if kind == "chat" else choice.get("text")
-    text = text if isinstance(text, str) else ""
+    text = text[:MOST_CHARACTERS].encode(errors="replace").decode() if isinstance(text, str) else ""
     content, named, values = given.get("content"), choice.get("token_ids"), given.get("token_logprobs")
     if isinstance(content, list) and all(isinstance(one, dict) for one in content):
         values = [one.get("logprob") for one in content]
         named = named or [one.get("id") for one in content]
     own = named if _are_ids(named, tokenizer) else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     logprobs = [float(one) for one in values] if isinstance(values, list) and all(map(_is_logprob, values)) else []
+    if len(logprobs) > MAX_NEW_TOKENS + 1:
+        raise ServerError(
+            f"The server replies with {len(logprobs):,} tokens to a request for {MAX_NEW_TOKENS}. {START}"
+        )
     if len(logprobs) - len(own) == 1:  # an end token is not part of the text
         logprobs.pop()
     if len(logprobs) != len(own):

@@ -273,6 +273,7 @@ def choice(**fields: Any) -> tuple[int, Any]:
         ((404, b"x"), "HTTP 404"),
         (drip, "does not answer"),
         (lambda handler: handler.wfile.write(b"\x00\x01garbage\r\n\r\n"), "does not answer"),
+        (lambda handler: handler.wfile.write(b"HTTP/1.1 500 no\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "answer"),
         ((200, {}), "without choices"),
         ((200, {"choices": [3]}), "without choices"),
         (choice(), "gives no log-probabilities"),
@@ -280,6 +281,9 @@ def choice(**fields: Any) -> tuple[int, Any]:
         (choice(logprobs={"token_logprobs": [10**400]}), "gives no log-probabilities"),
         (choice(logprobs={"token_logprobs": ["x"], "tokens": 3}), "gives no log-probabilities"),
         (choice(logprobs={"content": [{"id": 10**9, "logprob": [1]}]}), "gives no log-probabilities"),
+        (choice(logprobs={"token_logprobs": [-1.0] * 4}, text="\ud800"), "gives no log-probabilities"),
+        (choice(logprobs={"token_logprobs": [-1.0] * 2000}, token_ids=[5] * 2000), "replies with 2,000 tokens to a"),
+        (choice(logprobs={"token_logprobs": [-1.0]}, text="the " * 20_000), "gives no log-probabilities"),
         (choice(logprobs=[None], token_ids="x", prompt_logprobs=[{}, {"3": 1}]), "gives no log-probabilities"),
     ],
 )
@@ -328,6 +332,8 @@ def test_the_key_is_sent() -> None:
         handler.wfile.write(json.dumps({"data": [{"id": handler.headers["Authorization"]}]}).encode())
 
     with serving(lambda path, body: keyed) as url:
-        made = server.Server(url, "abc")
+        made = server.Server(url, "abc\n")
         made.choose(None)
-        assert made.name == "Bearer abc"
+        assert made.name == "Bearer abc" and made.shown(made.name) == "Bearer ***"
+    with pytest.raises(server.UserError, match="must be printable ASCII"):
+        server.Server(url, "abc\nX: y")
