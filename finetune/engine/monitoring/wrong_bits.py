@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 EVERY = 1000  # steps: the pass costs a third of a step
 FIELDS = ("checksum_low", "checksum_high", "wrong_pass")  # of a rank, for `verdict`; NaN for what it does not know
@@ -53,6 +54,9 @@ class Checksum:
 
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         for one in tensors:
+            if is_traceable_wrapper_subclass(one):  # torchao's states of 8 and 4 bits: of codes and scales
+                self._add(getattr(one, name) for name in one.__tensor_flatten__()[0])
+                continue
             bits = one.detach().contiguous().view(-1).view(_INTEGERS[one.element_size()])
             if bits.data_ptr() != one.data_ptr():  # a copy, which does not follow it
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,20 @@ DEVICES = [{"host": "one", "gpu": 0}, {"host": "one", "gpu": 1}, {"host": "two",
 def test_the_rank_is_named(fields: list[list[float]], expected: str | None) -> None:
     found = wrong_bits.verdict(fields, 40, DEVICES)
     assert found is None if expected is None else found is not None and found.startswith(expected)
+
+
+def test_states_of_8_bits_count() -> None:
+    """torchao's, which are made of several tensors."""
+    state = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit.zeros((16, 256))
+    weight = torch.nn.Parameter(torch.zeros(16, 256))
+    model = SimpleNamespace(parameters=lambda: [weight])
+    optimizer = SimpleNamespace(state={weight: {"exp_avg": state}})
+    checksum = wrong_bits.Checksum(SimpleNamespace(model=model, optimizer=optimizer))
+    found = [checksum.halves()]
+    for part in (state.codes, state.scale):
+        part[0] = 1
+        found.append(checksum.halves())
+    assert len(set(found)) == 3
 
 
 @pytest.mark.process
