@@ -47,10 +47,18 @@ class _Loader(yaml.SafeLoader):
                     seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.Node) -> int:
+        """Python cannot print an integer of thousands of digits, which YAML can give in hexadecimal."""
+        value = super().construct_yaml_int(node)
+        if value.bit_length() > _MOST_BITS:
+            raise yaml.constructor.ConstructorError(None, None, "an integer is too large", node.start_mark)
+        return value
+
 
 _MOST_NODES = 100_000  # of a document with its aliases written out
+_MOST_BITS = 10_000  # of an integer
 # What PyYAML raises for a broken document; for some malformed scalars the error of Python itself.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError, TypeError)
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, ArithmeticError, AttributeError, TypeError)
 
 
 def _expanded_nodes(node: yaml.Node, known: dict[int, int]) -> int:
@@ -70,6 +78,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes strings that `_Loader` would not read back as strings."""
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -388,7 +397,7 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         what = getattr(error, "problem", None) or f"{error}".partition("\n")[0]
-        if isinstance(error, KeyError | AttributeError | TypeError):
+        if isinstance(error, LookupError | ArithmeticError | AttributeError | TypeError):
             what = "a value does not fit its tag"
         elif isinstance(error, RecursionError):
             what = "it is nested too deeply"

@@ -151,9 +151,23 @@ def safetensors_header(file: BinaryIO) -> tuple[JsonObject, int]:
     content = file.read(min(length, 100_000_000))  # the format's own limit
     if len(start) < 8 or len(content) < length:
         raise EOFError("the file ends before its header does")
-    header = json.loads(content)
-    header.pop("__metadata__", None)
+    try:
+        header = json.loads(content)
+        header.pop("__metadata__", None)
+        valid = all(_is_tensor(one) for one in header.values())
+    except (RecursionError, AttributeError, TypeError):
+        valid = False
+    if not valid:
+        raise ValueError("its header is not valid")
     return header, 8 + length
+
+
+def _is_tensor(given: object) -> bool:
+    """Whether this is a tensor's entry in the header of a safetensors file."""
+    match given:
+        case {"dtype": str(), "shape": [*sizes], "data_offsets": [int(begin), int(end)]}:
+            return 0 <= begin <= end and all(type(size) is int and size >= 0 for size in sizes)
+    return False
 
 
 def safetensors_index(path: Path) -> dict[str, str]:

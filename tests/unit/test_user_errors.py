@@ -51,6 +51,9 @@ YAML = {
     "aliases": (f"{ALIASES}lora: {{target_modules: *j}}\n".encode(), "aliases expand to more than"),
     "aliases in a circle": (b"training: &t {max_steps: *t}\n", "expected an integer"),
     "nested": (b"model: " + b"[" * 3000, "nested too deeply"),
+    "hexadecimal": (b"training: {max_steps: 0x" + b"F" * 5000 + b"}", "an integer is too large"),
+    "to the base of 60": (b"training: {learning_rate: " + b"1:" * 999 + b"1.5}", "does not fit its tag"),
+    "no number": (b"training: {learning_rate: !!float ''}", "does not fit its tag"),
     "digits": (b"training: {max_steps: " + b"9" * 5000 + b"}", "not valid YAML"),
     "huge": (b"training: {max_steps: 99999999999999999999}", "smaller than 2^63"),
     "quoted": (b'training: {global_batch_size: "16"}', 'expected an integer or null, got the string "16"'),
@@ -390,6 +393,12 @@ MODEL_FILES = {
     "header cut": ("model.safetensors", b"\xff" * 20, "too few for its header"),
     "empty": ("model.safetensors", b"", "too few for its header"),
     "header broken": ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "header is not valid"),
+    "header deep": ("model.safetensors", (90_000).to_bytes(8, "little") + b"[" * 90_000, "header is not valid"),
+    "no offsets": (
+        "model.safetensors",
+        (24).to_bytes(8, "little") + b'{"a": {"dtype": "F32" }}',
+        "header is not valid",
+    ),
     "cut": (
         "model.safetensors",
         (54).to_bytes(8, "little") + b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}} ' + b"123",

@@ -63,7 +63,7 @@ def why_damaged(file: Path) -> str | None:
         return f"it cannot be read: {error.strerror}"
     except EOFError:
         return f"it has {size:,} bytes, too few for its header"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except ValueError:
         return "its header is not valid"
     return None if size == expected else f"it has {size:,} bytes instead of {expected:,}"
 
