@@ -42,14 +42,16 @@ class RunRecord:
             self.content.setdefault("warnings", []).append(warning)
             warn(warning)
 
-    def fail(self, message: str, *, in_place_of_main: bool = False) -> None:
+    def fail(self, message: str, *, interrupted: bool = False, in_place_of_main: bool = False) -> None:
         """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own.
 
         Args:
+            interrupted: it was stopped, and `message` says by what.
             in_place_of_main: rank 0 does not answer, and this rank writes the file.
         """
         if self.content:
             with contextlib.suppress(OSError):
-                self.update(status="failed", error=message)
+                fields = ("interrupted", "interrupted_by") if interrupted else ("failed", "error")
+                self.update(**{"status": fields[0], fields[1]: message})
                 if in_place_of_main:
                     write_json(self.path, redact_tree(self.content))

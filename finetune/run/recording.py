@@ -66,7 +66,7 @@ def record_trainer(record: RunRecord, job: Job, trainer: SFTTrainer, checkpoint:
 
 @contextlib.contextmanager
 def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterator[None]:
-    """Mark the run as running in run.json; if the block raises, as failed, with the error."""
+    """Mark the run as running in run.json; if the block raises, as failed or interrupted, with the reason."""
     from finetune.engine.job import experts_of, layout_facts
     from finetune.engine.model import adapter_coverage
     from finetune.engine.model.load_arguments import resolve_dtype
@@ -109,7 +109,9 @@ def record_run(record: RunRecord, job: Job, start: resume.StartPoint) -> Iterato
             yield
     except BaseException as error:
         with interrupt.deferred():  # a signal here must not leave the status at "running"
-            record.fail(failures.first_failure(describe(error)))
+            why = failures.first_failure(own := describe(error))
+            stopped = isinstance(error, interrupt.Interrupted) and own in why  # before the first step, or a second time
+            record.fail(interrupt.reason() if stopped else why, interrupted=stopped)
         raise
 
 

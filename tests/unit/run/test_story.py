@@ -141,24 +141,31 @@ def test_a_disk_that_is_full_at_the_very_end(
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_a_signal_while_a_failure_is_recorded_waits(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
-    """run.json says that the run failed, not that it is running."""
+    """run.json says that the run failed, or that it was stopped before its first step; not that it is running."""
     write, deferred = record.write_json, []
 
     def look_and_write(path: Path, content: dict[str, Any]) -> None:
-        if content.get("status") == "failed":
+        if content.get("status") == status:
             deferred.append(interrupt.state.deferred)
         write(path, content)
 
     def fail(trainer: Any) -> None:
+        if status == "interrupted":
+            interrupt.request("SIGTERM")
+            raise interrupt.Interrupted("SIGTERM")
         raise RunError("the fault of this test")
 
     monkeypatch.setattr(record, "write_json", look_and_write)
+    monkeypatch.setattr(interrupt, "state", interrupt.State())
     give_trainer_to(monkeypatch, fail)
-    assert run(arguments) == 1
-    assert deferred == [1] and json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
+    assert run(arguments) == (130 if status == "interrupted" else 1)
+    found = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert deferred == [1] and found["status"] == status
+    assert found.get("interrupted_by") == ("SIGTERM" if status == "interrupted" else None)
 
 
 def test_the_configuration_of_a_run_repeats_it(
