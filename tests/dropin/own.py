@@ -18,6 +18,8 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--stop_at", type=int, default=0, help="optimizer step after which rank 0 gets SIGTERM")
 parser.add_argument("--split_without_seed", action="store_true")
 parser.add_argument("--shared_by", type=int, default=1, help="ranks that share each row")
+parser.add_argument("--max_steps", type=int, default=6)
+parser.add_argument("--save_steps", type=int, default=2)
 parser.add_argument("--metrics", action="store_true", help="ask for what is refused")
 options = parser.parse_args()
 
@@ -35,8 +37,8 @@ trainer = SFTTrainer(
     options.model,
     SFTConfig(
         output_dir=options.out,
-        max_steps=6,
-        save_steps=2,
+        max_steps=options.max_steps,
+        save_steps=options.save_steps,
         logging_steps=1,
         learning_rate=1e-3,
         per_device_train_batch_size=1,

@@ -1,5 +1,5 @@
-"""Fail on rank $FAULT_RANK in step $FAULT_STEP: $FAULT is `raise`, `nan` (weights), `bit` (of one weight),
-`state` (a bit of an optimizer state), `none` or the name of a signal."""
+"""Fail in step $FAULT_STEP on rank $FAULT_RANK, or on "all" of them: $FAULT is `raise`, `nan` (weights), `bit` (of one
+weight), `state` (a bit of an optimizer state), `none` or the name of a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def break_step(trainer: Any) -> None:
     healthy = type(trainer).training_step
 
     def training_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if os.environ.get("RANK", "0") == rank and self.state.global_step == step:
+        if rank in (os.environ.get("RANK", "0"), "all") and self.state.global_step == step:
             if kind == "raise":
                 raise ValueError("the fault of this test")
             if kind == "nan":
