@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
                     seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: yaml.Node) -> int:
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Python cannot print an integer of thousands of digits, which YAML can give in hexadecimal."""
         value = super().construct_yaml_int(node)
         if value.bit_length() > _MOST_BITS:

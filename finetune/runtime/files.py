@@ -154,11 +154,10 @@ def safetensors_header(file: BinaryIO) -> tuple[JsonObject, int]:
     try:
         header = json.loads(content)
         header.pop("__metadata__", None)
-        valid = all(_is_tensor(one) for one in header.values())
-    except (RecursionError, AttributeError, TypeError):
-        valid = False
-    if not valid:
-        raise ValueError("its header is not valid")
+        if not all(_is_tensor(one) for one in header.values()):
+            raise TypeError("an entry is no tensor")
+    except (RecursionError, AttributeError, TypeError) as error:
+        raise ValueError("its header is not valid") from error
     return header, 8 + length
 
 
