@@ -209,7 +209,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) -> bool:
     """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
-    mask of [tokens, tokens] and computes all of it. True if the model now does.
+    mask of [tokens, tokens] and computes all of it. Likewise with flex_attention, which Unsloth chooses for wide heads.
+    True if the model now does.
 
     Batches then need `batch_arguments`; without them it computes as before.
 
@@ -222,10 +223,11 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     base = shard.base_model(model)
-    if base.config._attn_implementation != "sdpa" or why_not_computed(model) or why_no_kernel(model, dtype):
+    own = base.config.get_text_config()._attn_implementation
+    if own not in ("sdpa", "flex_attention") or why_not_computed(model) or why_no_kernel(model, dtype):
         return False
-    own = packed_attention if compiles else torch.compiler.disable(packed_attention)
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, own)
+    kernel = packed_attention if compiles else torch.compiler.disable(packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, kernel)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     base.set_attn_implementation(PACKED)
     return True
@@ -250,7 +252,10 @@ def why_not_computed(model: Model) -> str | None:
     base = shard.base_model(model)
     config = base.config.get_text_config()
     name = config.model_type
-    if not getattr(base, "_supports_attention_backend", False):  # its layers pass on what the model is called with
+    reached = multimodal.outside_towers(base).values()
+    kinds = {type(module) for module in reached if hasattr(module, "is_causal")}
+    # With it, layers pass on what the model is called with; those of families with recurrent layers do without it.
+    if not getattr(base, "_supports_attention_backend", False) and not all(map(_uses_interface, kinds)):
         return f"the attention of {name} does not go through transformers' attention interface"
     for setting in DROPOUTS:
         if getattr(config, setting, 0):
@@ -265,22 +270,29 @@ def why_not_computed(model: Model) -> str | None:
         return f"the value heads of {name} are of another width than its query heads"
     if any(getattr(config, setting, None) for setting in CHOICES):
         return f"{name} attends to the tokens that it chooses"
-    reached = multimodal.outside_towers(base).values()
     if any(getattr(module, "is_causal", True) is False for module in reached):
         return f"{name} attends to tokens after each token"
-    kinds = {type(module) for module in reached if hasattr(module, "is_causal")}
     if getattr(config, "sliding_window", None) and any(map(_passes_no_window, kinds)):
         return f"{name} has its sliding window in the mask alone"
     return None
 
 
+def _uses_interface(kind: type[torch.nn.Module]) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+
+
 def _passes_no_window(kind: type[torch.nn.Module]) -> bool:
     """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE), or
     have no source that would tell."""
+    return "sliding_window=" not in _source(kind)
+
+
+def _source(kind: type[torch.nn.Module]) -> str:
+    """Of a layer's forward pass; empty if there is none."""
     try:
-        return "sliding_window=" not in inspect.getsource(kind.forward)
+        return inspect.getsource(kind.forward)
     except (OSError, TypeError):
-        return True
+        return ""
 
 
 def found_in_call(attention_mask: torch.Tensor | None, arguments: JsonObject) -> str | None:

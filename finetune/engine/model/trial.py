@@ -19,6 +19,9 @@ SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 # Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
 APART, APART_IN_FP8 = 0.25, 0.75  # of the norm: 16 bits round deep models to a few percent, another document is 1.1 off
+OF_ROUNDING = (
+    4  # times what rounding the embeddings changes, which is half of the norm in a Gemma 4 with random weights
+)
 DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
@@ -68,8 +71,9 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
         arguments: what the model is called with beside the tokens, for documents of these lengths.
     """
     keep_4bit_layout(model)
-    embeddings = model.get_input_embeddings()
-    vocabulary, device = embeddings.weight.shape[0], next(model.parameters()).device
+    vocabulary, device = model.get_input_embeddings().weight.shape[0], next(model.parameters()).device
+    # Gemma 3n and 4 have embeddings of each layer, for fewer tokens.
+    vocabulary = min(vocabulary, getattr(model.config.get_text_config(), "vocab_size_per_layer_input", vocabulary))
     first, second, third = DOCUMENTS
     ids = torch.arange(sum(DOCUMENTS), device=device)[None] % vocabulary
     others, own = slice(first, None), slice(first, first + second)
@@ -80,8 +84,10 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
         found[:, part] = (found[:, part] + vocabulary // 2) % vocabulary
         return found
 
-    def run(tokens: torch.Tensor, given: JsonObject, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return _outputs_and_gradients(model, dtype, tokens, given, part)
+    def run(
+        tokens: torch.Tensor, given: JsonObject, part: slice, rounding: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _outputs_and_gradients(model, dtype, tokens, given, part, rounding)
 
     with _training_without_dropout(model):
         outputs, gradients = run(ids, packed, others)
@@ -89,14 +95,15 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
             return Separation(leak="the gradient of a packed document reaches the one before it")
         moved = (run(changed(slice(0, first)), packed, others)[0] - outputs)[others].abs().max()
         noise = (run(changed(slice(-third, None)), packed, others)[0] - outputs)[own].abs().max()
-        alone, alone_gradients = run(ids[:, own], {}, slice(None))
+        alone = run(ids[:, own], {}, slice(None))
+        rounded = alone if dtype == torch.float32 else run(ids[:, own], {}, slice(None), torch.finfo(dtype).eps / 2)
     largest = outputs.abs().max()
     rounding = IN_FLOAT32 / 100 if device.type == "cpu" and dtype == torch.float32 else IN_16_BITS / 5
     if not moved <= max(4 * noise, rounding * largest):
         return Separation(leak=f"a packed document changes the outputs of the next one by {moved / largest:.1e}")
     apart = APART_IN_FP8 if any(isinstance(module, fp8.Linear) for module in model.modules()) else APART
-    for what, one, other in (("outputs", alone, outputs), ("gradients", alone_gradients, gradients)):
-        if _is_another(one, other[own], dtype, apart):
+    for what, one, other, near in zip(("outputs", "gradients"), alone, (outputs, gradients), rounded, strict=True):
+        if _is_another(one, other[own], dtype, max(apart, OF_ROUNDING * float((near - one).norm() / one.norm()))):
             away = (one - other[own]).norm() / one.norm()
             return Separation(leak=f"a document has other {what} in a pack than alone, {away:.2f} of their norm away")
     exact = (
@@ -106,14 +113,16 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
 
 
 def _outputs_and_gradients(
-    model: Model, dtype: torch.dtype, ids: torch.Tensor, given: JsonObject, part: slice
+    model: Model, dtype: torch.dtype, ids: torch.Tensor, given: JsonObject, part: slice, rounding: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a row, and the gradients of its embeddings from random weights on those of a `part` of its tokens:
-    float32 [tokens, vocabulary] and [tokens, width]."""
+    """Logits of a row, whose embeddings are changed by the share `rounding`, up or down, and the gradients of these
+    embeddings from random weights on the logits of a `part` of its tokens: float32 [tokens, vocabulary] and [tokens,
+    width]."""
     begun: list[torch.Tensor] = []
 
     def begin(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        begun.append(output.detach().requires_grad_())
+        ways = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).sign().to(output.device)
+        begun.append((output.detach().float() * (1 + rounding * ways)).to(output.dtype).requires_grad_())
         return begun[-1].clone()
 
     torch.manual_seed(0)

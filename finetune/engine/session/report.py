@@ -70,6 +70,9 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         warned = config.data.packing  # asked for, and not what happens
         prefix = "warning: " if warned else ""
         text = f"{prefix}Rows are {'padded ' if shared == 1 else ''}documents, not packs: {job.unpacked_because}"
+        if warned and shared == 1:
+            usual = batch.global_batch_size * (config.data.row_length or 0) / job.layout.rows.lengths.mean()
+            text += f". A step has {batch.global_batch_size} of them; as many packs would hold about {usual:.0f}"
         print_line(text, style="yellow" if warned else None)
     elif job.layouts.proof:
         print_line(f"Packs: {job.layouts.proof}")

@@ -51,7 +51,7 @@ def model_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     sizes: Any = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, attn_implementation="sdpa",
+        vocab_size=50, attn_implementation="flex_attention" if kind == "flex" else "sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
     if kind == "window":
@@ -64,7 +64,7 @@ def model_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "checkpointing"])
+@pytest.mark.parametrize("kind", ["causal", "window", "checkpointing", "flex"])
 def test_packs_as_each_document_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind, monkeypatch)
     if kind == "checkpointing":

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from finetune.config import load
 from finetune.data import store
 from finetune.data.collate import collate
 from finetune.engine import job
-from finetune.engine.kernels import by_document
+from finetune.engine.kernels import attention, by_document
 from finetune.engine.model import adapter_coverage, adapters, packing, trial
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ALONE
 from tests.helpers import tiny
+from tests.unit.engine.kernels.test_attention import of_each_document
 
 STACK = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
 CPU = torch.device("cpu")
@@ -136,6 +138,32 @@ def test_one_attention_without_boundaries_is_found(family: str) -> None:
     assert "reaches the one before it" in str(packing.prepare_for_packs(model, CONFIG, STACK).leak)
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next"])
+def test_attention_beside_recurrent_layers_takes_the_kernel_for_packs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Unsloth has chosen flex_attention, which knows no documents."""
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    plain = make(family)
+    packed = copy.deepcopy(plain)
+    packed.config.get_text_config()._attn_implementation = "flex_attention"
+    assert attention.use_for_packs(packed, torch.bfloat16)
+    tried = packing.prepare_for_packs(packed, CONFIG, STACK)
+    assert tried.leak is None and packed.config.get_text_config()._attn_implementation == attention.PACKED
+    assert_as_if_alone(packed, plain)
+
+
+def test_the_trial_keeps_to_the_tokens_that_each_layer_embeds() -> None:
+    """On a GPU another token is an assertion of the device, after which nothing runs."""
+    model = make("Gemma4")
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    config.vocab_size_per_layer_input = 20
+    table = decoder.embed_tokens_per_layer
+    table.weight = torch.nn.Parameter(table.weight[:20].detach())
+    assert packing.prepare_for_packs(model, CONFIG, STACK).leak is None
+
+
 def test_a_leak_on_one_rank_pads_the_rows_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documents are laid out again, as rows of one each."""
     monkeypatch.setattr(distributed, "gather_objects", lambda one: [one, trial.Separation(leak="it leaks")])
@@ -163,6 +191,25 @@ def test_rounding_to_16_bits_is_no_leak() -> None:
     assert trial._is_another(one, one * 1.5, torch.bfloat16)
     assert not trial._is_another(one, one * 1.5, torch.bfloat16, trial.APART_IN_FP8)
     assert trial._is_another(one, another, torch.bfloat16, trial.APART_IN_FP8)
+
+
+@pytest.mark.parametrize("moved", [0.01, 0.2])
+def test_a_model_that_amplifies_rounding_may_round_packs_otherwise(
+    moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding the embeddings moves the logits of Gemma 4 E2B with random weights by 0.4 of their norm; its packs, on
+    an H100, by 0.5."""
+    row = torch.randn(sum(trial.DOCUMENTS), 8, generator=torch.Generator().manual_seed(0))
+
+    def found(model: Any, dtype: Any, ids: Any, given: Any, part: slice, rounding: float) -> tuple[Any, Any]:
+        changed = row if given else row[24:64] * (1.5 + (moved if rounding else 0))
+        gradients = row.clone()
+        gradients[:24] = 0
+        return changed, gradients if given else gradients[24:64]
+
+    monkeypatch.setattr(trial, "_outputs_and_gradients", found)
+    leak = trial.separation(make("Llama"), torch.bfloat16, lambda lengths: {"lengths": lengths}).leak
+    assert (leak is None) == (moved > 0.1)
 
 
 def test_the_trial_compiles_nothing() -> None:
