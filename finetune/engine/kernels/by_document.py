@@ -166,8 +166,8 @@ def give_masks(model: Model) -> bool:
             return args, given
         places = places[0] if places.ndim == 3 else places  # those of text, of several
         row = torch.empty(*places.shape, 1, dtype=model.dtype, device=places.device)
-        of_row: Any = dict(inputs_embeds=row, position_ids=places, attention_mask=None, past_key_values=None)
-        return args, given | {"attention_mask": create_masks_for_generate(config=decoder.config, **of_row)}
+        masks: Any = create_masks_for_generate(decoder.config, row, None, None, places)  # by place: 5.24 renames one
+        return args, given | {"attention_mask": masks}
 
     base.get_decoder().register_forward_pre_hook(complete, with_kwargs=True)
     return True
