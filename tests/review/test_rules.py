@@ -113,7 +113,10 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(count=2, phases={"communication": 0.3}),
     ],
     "padding": [lambda: run(series=padded(0.201)), lambda: run(series=padded(0.7))],
-    "host-bound": [lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE), lambda: run(world=1, by_rank=HOST_BOUND, gpu_of=IDLE)],
+    "host-bound": [
+        *(lambda world=world: run(world=world, by_rank=HOST_BOUND, gpu_of=IDLE) for world in (1, 2)),
+        lambda: run(by_rank={r: {"wait": 0.12} for r in (0, 1)}, phases={"communication": 0.09}, gpu_of=IDLE),
+    ],
     "small-batch": [
         lambda: run(record={"micro_batch_search": SEARCH}, series=SLOW_TOKENS | memory_use(0.49))
     ],
@@ -197,8 +200,8 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
     ],
     "padding": [lambda: run(series=padded(0.199)), lambda: run(series={"padding": ([], [])})],
     "host-bound": [
-        lambda: run(by_rank={r: {"wait": 0.06} for r in (0, 1)}, gpu_of=IDLE),
-        lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": 0.82} for r in (0, 1)}),
+        lambda: run(by_rank={r: {"wait": 0.08} for r in (0, 1)}, gpu_of=IDLE),
+        lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": 0.84} for r in (0, 1)}),
         lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE, phases={"data_wait": 0.4}),
         lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE, phases={"communication": 0.4}),
         lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": None} for r in (0, 1)}),
