@@ -20,6 +20,7 @@ from finetune.engine.monitoring import samples
 from finetune.engine.monitoring.metrics import exact_match
 from finetune.engine.monitoring.samples import Metric, Question
 from finetune.errors import RunError, UserError
+from finetune.measure.protocol import student_t
 from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -102,9 +103,8 @@ def student(values: Sequence[float]) -> Interval:
     """Student's 95 % interval of a mean; None if the values do not vary."""
     if len(set(values)) < 2:
         return None
-    mean, free = statistics.fmean(values), len(values) - 1
-    t = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)  # Cornish and Fisher's expansion
-    half = t * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    half = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
