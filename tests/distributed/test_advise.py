@@ -79,6 +79,7 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
     assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]
 
 
+@pytest.mark.campaign
 def test_a_script_is_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Its own arguments and the overrides reach each dry run."""
     (tmp_path / "mine.py").write_text(

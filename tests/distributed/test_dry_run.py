@@ -94,7 +94,10 @@ def check(verdict: dict, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("fits", "full", "code", "said"),
     [
-        (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
+        pytest.param(
+            *(13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
+            marks=pytest.mark.campaign,
+        ),
         (3, 7, 1, "CUDA ran out of memory: 8 rows .* Tried: the largest micro-batch that fits has 3 rows "),
         (3, 0, 1, "Tried: weights, gradients and optimizer state fill the device before any row is processed"),
     ],

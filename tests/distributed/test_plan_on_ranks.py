@@ -17,7 +17,9 @@ pytestmark = pytest.mark.process
 STEPS, ROWS = 12, 90
 
 
-@pytest.mark.parametrize("backend", [pytest.param("unsloth", marks=pytest.mark.unsloth), "transformers"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("unsloth", marks=[pytest.mark.unsloth, pytest.mark.campaign]), "transformers"]
+)
 def test_packed_documents_are_as_if_alone(tiny_model: Path, tmp_path: Path, backend: str) -> None:
     """Logits and gradients of packs of 1, 7 and 40 documents against each document alone, fp32: 1e-5."""
     for one in launch.packed_against_alone(tiny_model, backend, [1, 7, 40], cache=tmp_path):

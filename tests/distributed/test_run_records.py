@@ -59,6 +59,7 @@ def test_charts_have_a_point_for_each_step(run: tuple[Path, dict]) -> None:
     assert "1 data/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.campaign
 def test_two_ranks_count_the_tokens_of_experts_as_one(tiny_data: Path, tmp_path: Path) -> None:
     """Both also accumulate, and pad their micro-batches differently. No dense run has these charts."""
     model = models.make("moe", tmp_path / "moe")

@@ -111,6 +111,7 @@ def test_rows_in_less_memory_train_the_same_model(
     assert apart(one, two) < 2e-5
 
 
+@pytest.mark.campaign
 def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
     tied_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -330,7 +331,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["LoRA", pytest.param("full", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["LoRA", "full"])
 def test_experts_without_a_token(mixture: Path, tmp_path: Path, kind: str) -> None:
     """One expert has tokens on one rank in one step, another none at all: no rank waits, the first is trained as on one
     rank, the second stays as it was to the bit. Also where DDP is resumed sharded, and the other way."""

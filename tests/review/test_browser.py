@@ -122,6 +122,7 @@ def test_runs_are_sorted_filtered_and_hidden(address: str, seen: Seen) -> None:
     assert shown.count() == 0 and frame.get_by_text("5 of 6 shown").is_visible() and lines.count() == 6
 
 
+@pytest.mark.campaign
 def test_models_and_times_are_not_mixed_up(address: str, seen: Seen) -> None:
     """Runs of different models are not in one chart, and nobody reads 0.0042 h."""
     seen.page.goto(address)

@@ -168,6 +168,7 @@ def test_float32_weights_of_a_16_bit_model_are_rounded_as_the_final_model(
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_a_damaged_export_ends_with_1_and_leaves_nothing(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_tied_weights_stay_one_tensor_in_the_saved_model() -> None:
     assert {one.dtype for one in state.values()} == {BF16}
 
 
+@pytest.mark.campaign
 def test_the_dry_run_of_full_fine_tuning_reloads_what_it_trains(runs: Runs, tmp_path: Path) -> None:
     given = ("--model.model_name_or_path", str(runs.folder / "model"), "--model.backend", "transformers", "--dry-run")
     files = ("--data.train_file", str(runs.folder / "train.jsonl"), "--training.output_dir", str(tmp_path / "out"))
