@@ -308,8 +308,11 @@ def check_shapes(model: Model, checkpoint: Path) -> None:
 
 
 def _read_header(path: Path) -> JsonObject:
-    with files.open_regular(path) as file:
-        return files.safetensors_header(file)[0]
+    try:
+        with files.open_regular(path) as file:
+            return files.safetensors_header(file)[0]
+    except (EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be used: {error}. Resume from another checkpoint.") from error
 
 
 def _wrong_shape_message(checkpoint: Path, problem: str) -> str:

@@ -17,6 +17,8 @@ from finetune.runtime.types import JsonObject
 
 # Keys of an optimizer's parameter group that are state, not settings. All but the first are of schedule-free ones.
 _STATE_IN_GROUPS = frozenset(("params", "k", "train_mode", "weight_sum", "lr_max", "scheduled_lr"))
+# An optimizer's kernels read as many numbers of these as the weight has.
+_LIKE_WEIGHTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "state1", "state2"))
 
 
 @contextlib.contextmanager
@@ -95,15 +97,18 @@ def _restore(
     position: int | None,
 ) -> None:
     """Load both states; with a `position`, the optimizer's numbers alone, and the schedule moves there."""
-    if position is None:
-        optimizer.load_state_dict(state)
-        schedule.load_state_dict(saved_schedule)
-        return
     configured = [
         {name: value for name, value in group.items() if name not in _STATE_IN_GROUPS}
         for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(state)
+    low_rank = any("rank" in group for group in optimizer.param_groups)  # GaLore's and APOLLO's states are smaller
+    for weight, own in () if low_rank else optimizer.state.items():
+        if small := [name for name in _LIKE_WEIGHTS & own.keys() if own[name].numel() < weight.numel()]:
+            raise ValueError(f"{small[0]} has {own[small[0]].numel()} numbers, and its weight {weight.numel()}")
+    if position is None:
+        schedule.load_state_dict(saved_schedule)
+        return
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)
     move_schedule(schedule, position)

@@ -702,6 +702,8 @@ class SFTTrainer(trl.SFTTrainer):
         state = Path(resume_from_checkpoint, "trainer_state.json")
         with explain_load_error(state):
             reached = transformers.TrainerState.load_from_json(str(state))
+            if reached.global_step != self.resumed_step or not isinstance(reached.log_history, list):
+                raise ValueError(f"it is not of step {self.resumed_step}, or has no list of records")
         trackers = [one for one in self.callback_handler.callbacks if isinstance(one, best.BestModel)]
         ended = [one for one in trackers if one.ended_at(self.args, reached, self.total_steps)]
         for tracker in ended:
