@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (15973, 106),
+    "finetune/engine": (15983, 106),
     "finetune/export": (2966, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
@@ -40,7 +40,7 @@ MOST = {
     "patches": (1085, 17),
     "tests": (49765, 397),
 }
-TOTAL = (56778, 341)  # of the parts of finetune/ together
+TOTAL = (56787, 341)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
