@@ -27,7 +27,7 @@ FASTER = 0.97  # of torch's time; less is not worth compiling another kernel
 REPEATS, ENOUGH = 5, 1000.0  # passes that are timed, and milliseconds after which no further one is
 # Arguments of an attention function of transformers that need more than each head's queries, keys and values.
 MORE = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
-DROPOUTS = ("attention_dropout", "attn_pdrop")  # as configurations name it
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")  # as configurations name it
 # Settings of models that attend to the tokens that they choose (DeepSeek 3.2, Doge, MiniMax M3).
 CHOICES = ("index_topk", "index_topk_blocks", "keep_window_size")
 
