@@ -236,11 +236,11 @@ def check_model(model: Model, peft_config: PeftConfig | None, args: trl.SFTConfi
     """Check the model and its adapter.
 
     Raises:
-        Refused: the model is spread over several devices, quantized without an adapter, or the base of one with an
-            adapter, or the adapter is a prompt, or one that packs would change.
+        Refused: this trainer cannot train the model, or not with this adapter.
     """
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1:
+    if (kind := type(getattr(model, "get_base_model", lambda: model)()).__name__).endswith("Classification"):
+        raise Refused(f"{kind} has no head for text. Load AutoModelForCausalLM, or train with transformers.Trainer.")
+    if len(devices := {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
         raise Refused(
             f"the model is spread over {', '.join(sorted(devices))}: in this trainer each GPU holds the whole model. "
             "Remove `device_map`, or load with device_map={'': local rank}."

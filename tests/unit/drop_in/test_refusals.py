@@ -140,9 +140,13 @@ def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]
     assert "`eval_dataset['a']` is empty" in refusal(make, eval_dataset={"a": dataset(TEXTS).select([])})
 
 
-def test_a_model_on_several_devices_and_an_adapter_that_packs_would_change_are_refused() -> None:
+def test_models_and_adapters_that_cannot_be_trained_here_are_refused() -> None:
     from finetune.drop_in import refusals
 
+    classifier = type("LlamaForSequenceClassification", (), {})()
+    for model in (classifier, SimpleNamespace(get_base_model=lambda: classifier)):
+        with pytest.raises(refusals.Refused, match="LlamaForSequenceClassification has no head for text"):
+            refusals.check_model(model, None, SimpleNamespace())
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
         refusals.check_model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None, SimpleNamespace())
     quantized = SimpleNamespace(is_quantized=True)
@@ -152,12 +156,7 @@ def test_a_model_on_several_devices_and_an_adapter_that_packs_would_change_are_r
     adapter = SimpleNamespace(alora_invocation_tokens=[5])
     with pytest.raises(refusals.Refused, match="`alora_invocation_tokens` needs rows of one document each"):
         refusals.check_model(SimpleNamespace(), adapter, SimpleNamespace(packing=True))
-
-
-def test_the_base_of_a_model_with_an_adapter_is_refused() -> None:
-    """`get_peft_model(base, config)` puts the adapter into `base` as well, which has no method to save it."""
-    from finetune.drop_in import refusals
-
+    # `get_peft_model(base, config)` puts the adapter into `base` as well, which has no method to save it.
     base = SimpleNamespace(peft_config={"default": SimpleNamespace(is_prompt_learning=False)})
     with pytest.raises(refusals.Refused, match="Give SFTTrainer what `get_peft_model` or `PeftModel"):
         refusals.check_model(base, None, SimpleNamespace(packing=False))
