@@ -255,7 +255,8 @@ def why_not_computed(model: Model) -> str | None:
     reached = multimodal.outside_towers(base).values()
     kinds = {type(module) for module in reached if hasattr(module, "is_causal")}
     # With it, layers pass on what the model is called with; those of families with recurrent layers do without it.
-    if not getattr(base, "_supports_attention_backend", False) and not all(map(_uses_interface, kinds)):
+    uses = all("ALL_ATTENTION_FUNCTIONS" in _source(kind) for kind in kinds)
+    if not getattr(base, "_supports_attention_backend", False) and not uses:
         return f"the attention of {name} does not go through transformers' attention interface"
     for setting in DROPOUTS:
         if getattr(config, setting, 0):
@@ -272,23 +273,13 @@ def why_not_computed(model: Model) -> str | None:
         return f"{name} attends to the tokens that it chooses"
     if any(getattr(module, "is_causal", True) is False for module in reached):
         return f"{name} attends to tokens after each token"
-    if getattr(config, "sliding_window", None) and any(map(_passes_no_window, kinds)):
-        return f"{name} has its sliding window in the mask alone"
+    if getattr(config, "sliding_window", None) and any("sliding_window=" not in _source(kind) for kind in kinds):
+        return f"{name} has its sliding window in the mask alone"  # Qwen2-MoE, Phi-3.5-MoE
     return None
 
 
-def _uses_interface(kind: type[torch.nn.Module]) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
-
-
-def _passes_no_window(kind: type[torch.nn.Module]) -> bool:
-    """Whether layers of this kind call an attention function without the sliding window (Qwen2-MoE, Phi-3.5-MoE), or
-    have no source that would tell."""
-    return "sliding_window=" not in _source(kind)
-
-
 def _source(kind: type[torch.nn.Module]) -> str:
-    """Of a layer's forward pass; empty if there is none."""
+    """Of a layer's forward pass; empty if there is none that would tell."""
     try:
         return inspect.getsource(kind.forward)
     except (OSError, TypeError):

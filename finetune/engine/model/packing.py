@@ -28,10 +28,9 @@ def prepare_for_packs(model: Model, config: Config, stack: Stack) -> trial.Separ
     if stack.device == "cuda":
         _use_kernels(model, config, stack, dtype)
     if model.config.get_text_config()._attn_implementation == "flex_attention":  # which the trial would not compile
-        proof = "documents are apart in the mask of flex_attention, which was not tried"
         why = by_document.carries_state(model)
         why = why and f"{why}; with model.attn_implementation: sdpa its documents can be kept apart"
-        return trial.Separation(leak=why, proof=proof)
+        return trial.Separation(leak=why, proof="flex_attention's mask keeps documents apart, which was not tried")
     found = _tried(model, dtype, stack)
     changes = [by_document.separate_convolutions, by_document.separate_recurrent]
     changes.insert(2 if model.config._attn_implementation == attention.PACKED else 0, by_document.give_masks)

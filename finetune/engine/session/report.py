@@ -30,6 +30,7 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     from finetune.engine.model import adapter_coverage, load_arguments
     from finetune.engine.optimizer import master_weights
     from finetune.engine.training import recompute
+    from finetune.runtime.machine import nvml
 
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")
@@ -45,6 +46,8 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
         f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
+    if job.stack.device == "cuda" and world == 1 and (idle := nvml.idle_note()) is not None:
+        print_line(idle)
     if (slow := load_arguments.emulation_note(config, job.stack)) is not None:
         print_line(slow)
     if job.size.active_parameters < job.size.parameters:

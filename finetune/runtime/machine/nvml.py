@@ -38,6 +38,13 @@ def gpu_names() -> list[str] | None:
         return None
 
 
+def idle_note() -> str | None:
+    """What a run on one GPU says where there are more."""
+    if (count := len(gpu_names() or ())) < 2:
+        return None
+    return f"1 of {count} GPUs is used: `accelerate launch --num_processes {count}` uses all (`finetune advise` first)"
+
+
 def handle_of(nvml: ModuleType, properties: object) -> Any:
     """The handle of the GPU with these properties of torch. By UUID: NVML ignores CUDA_VISIBLE_DEVICES and may number
     the GPUs in another order."""

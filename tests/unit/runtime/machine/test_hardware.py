@@ -164,6 +164,9 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.identical is True
     assert {"NVML", "driver", "link of GPUs 0 and 1"} <= set(found.unknown)
     assert hardware.topology_line(found) == "2 x NVIDIA H200, unknown link between them, peer access"
+    assert nvml.idle_note() is None
+    monkeypatch.setattr(nvml, "gpu_names", lambda: ["NVIDIA H200"] * 8)
+    assert "1 of 8 GPUs is used: `accelerate launch --num_processes 8`" in str(nvml.idle_note())
 
 
 def test_a_driver_that_torch_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
