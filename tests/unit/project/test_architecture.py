@@ -276,6 +276,7 @@ OF_NO_MODULE = {
         "engine/monitoring/test_progress.py",
         "engine/training/test_gradient_accumulation.py",
         "export/test_every_door.py",
+        "run/test_golden.py",
         "test_bad_input.py",
         "test_user_errors.py",
     ],

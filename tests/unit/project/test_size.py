@@ -38,7 +38,7 @@ MOST = {
     "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1085, 17),
-    "tests": (49776, 397),
+    "tests": (49895, 398),
 }
 TOTAL = (56787, 341)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
