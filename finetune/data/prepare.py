@@ -10,6 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from finetune.data.readers import Columns, Readers, Reading, RowEncoder, detect
 from finetune.data.store import Rows
 from finetune.data.templates.chat_templates import TEMPLATES
 from finetune.data.templates.encoder import Encoded
-from finetune.errors import UserError
+from finetune.errors import RunError, UserError
 from finetune.runtime import bootstrap
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Tokenizer
@@ -360,15 +361,20 @@ def _encoded_chunks(
         return
     # Spawned, not forked: forking a process whose tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=start_worker) as pool:
-        pending: deque[tuple[_Chunk, Future]] = deque()
-        for chunk in chain([following], chunks):
-            pending.append((chunk, pool.submit(chunk.encoder.encode, chunk.rows, chunk.places)))
-            if len(pending) > 2 * processes:
-                encoded, future = pending.popleft()
+    try:
+        with ProcessPoolExecutor(processes, mp_context=context, initializer=start_worker) as pool:
+            pending: deque[tuple[_Chunk, Future]] = deque()
+            for chunk in chain([following], chunks):
+                pending.append((chunk, pool.submit(chunk.encoder.encode, chunk.rows, chunk.places)))
+                if len(pending) > 2 * processes:
+                    encoded, future = pending.popleft()
+                    yield encoded, future.result()
+            for encoded, future in pending:
                 yield encoded, future.result()
-        for encoded, future in pending:
-            yield encoded, future.result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            f"One of {processes} tokenizing processes was killed: it lacked memory (lower data.num_proc) or time."
+        ) from error
 
 
 def start_worker() -> None:

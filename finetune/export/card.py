@@ -14,7 +14,7 @@ from finetune.engine.preflight import model_files
 from finetune.export.source import Source
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
-from finetune.runtime.command import warn
+from finetune.runtime.command import printable, warn
 from finetune.runtime.files import read_json, write_text
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
@@ -92,14 +92,14 @@ def text(source: Source, form: str, verified: str | None, *, exported: bool = Tr
     if settings := _settings(record):
         command = _command(record)
         lines += ["## Training", "", "```bash", command, "```", "", "Settings other than the defaults:", ""]
-        lines += ["```yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(), "```", ""]
+        lines += ["```yaml", *yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).splitlines(), "```", ""]
     versions = record.get("versions")
     if isinstance(versions, dict):
         known = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
         lines += ["## Versions", "", ", ".join(known), ""]
     if exported:
         lines += ["## Export", "", f"Verified: {verified}." if verified else "Not verified.", ""]
-    return "\n".join(lines)
+    return "\n".join(printable(line).replace("\n", r"\n") for line in lines)  # a name of a file may have lines
 
 
 def merged_only(adapter: JsonObject) -> str | None:
@@ -124,7 +124,7 @@ def shortened(value: Any) -> Any:
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
         return [shortened(item) for item in value]
-    if not isinstance(value, str) or "\n" in value:
+    if not isinstance(value, str) or ("\n" in value and not _exists(value)):
         return value
     if cached := _OF_HUB.search(value):
         return "/".join(cached.groups())

@@ -10,6 +10,7 @@ not limited; outside the main thread, time is not.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ except ImportError:  # Windows
     resource = None
 
 MAX_SECONDS = 10.0  # of processor time; several thousand times what a row takes
+KILL_SECONDS = 60.0  # then the kernel ends the process: Python stops no C code, such as a comparison of nested lists
 MAX_BYTES = 1 << 30  # that a rendering may allocate
 MAX_CHARACTERS, PER_CHARACTER = 1_000_000, 20  # of a text, and in addition for each character of the input
 MAX_TEMPLATE = 1_000_000  # characters of a template; the longest known has 40,000
@@ -127,11 +129,14 @@ def _limited_time() -> Iterator[None]:
         raise TemplateLimit(f"it takes more than {MAX_SECONDS:g} seconds for one conversation")
 
     before = signal.signal(signal.SIGVTALRM, stop)
+    faulthandler.register(signal.SIGPROF, file=2, all_threads=False, chain=True)
     try:
+        signal.setitimer(signal.ITIMER_PROF, KILL_SECONDS)
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 1.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGVTALRM, before)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from finetune.engine.checkpoint import tensor_files
 from finetune.engine.optimizer import eight_bit
 from finetune.engine.training.schedule import move_schedule
 from finetune.errors import RunError
+from finetune.runtime.command import print_line
 from finetune.runtime.types import JsonObject
 
 # Keys of an optimizer's parameter group that are state, not settings. All but the first are of schedule-free ones.
@@ -45,12 +47,8 @@ def read_state(path: Path, *, mapped: bool = False) -> JsonObject:
     Raises:
         RunError: it holds something else.
     """
-    try:
+    with explain_load_error(path):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise RunError(
-            f"{path} is not a file of tensors ({str(error).splitlines()[0][:200]}). Resume from another checkpoint."
-        ) from error
 
 
 def load_optimizer_and_schedule(
@@ -74,41 +72,62 @@ def load_optimizer_and_schedule(
         RunError: a file cannot be used.
     """
     saved_schedule = read_state(folder / "scheduler.pt")
-    position = int(saved_schedule.get("last_epoch", step)) if rebuild else None
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    in_codes = eight_bit.is_used(optimizer)
-    if tensor_files.has_optimizer(folder):
-        with explain_load_error(folder / "optimizer.json"):
-            state = tensor_files.read_optimizer(folder, parameters, in_codes=in_codes)
-            _restore(optimizer, schedule, state, saved_schedule, position)
-        return
-    state = read_state(folder / "optimizer.pt", mapped=sharded)
-    with explain_load_error(folder / "optimizer.pt"):
-        if sharded:
-            state = tensor_files.split_optimizer(state, parameters, in_codes=in_codes)
-        _restore(optimizer, schedule, state, saved_schedule, position)
-
-
-def _restore(
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    state: JsonObject,
-    saved_schedule: JsonObject,
-    position: int | None,
-) -> None:
-    """Load both states; with a `position`, the optimizer's numbers alone, and the schedule moves there."""
+    in_codes, whole = eight_bit.is_used(optimizer), not tensor_files.has_optimizer(folder)
+    path = folder / ("optimizer.pt" if whole else "optimizer.json")
     configured = [
         {name: value for name, value in group.items() if name not in _STATE_IN_GROUPS}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
-    low_rank = any("rank" in group for group in optimizer.param_groups)  # GaLore's and APOLLO's states are smaller
-    for weight, own in () if low_rank else optimizer.state.items():
-        if small := [name for name in _LIKE_WEIGHTS & own.keys() if own[name].numel() < weight.numel()]:
-            raise ValueError(f"{small[0]} has {own[small[0]].numel()} numbers, and its weight {weight.numel()}")
-    if position is None:
+    state = read_state(path, mapped=sharded) if whole else {}
+    with explain_load_error(path):
+        if not whole:
+            state = tensor_files.read_optimizer(folder, parameters, in_codes=in_codes)
+        elif sharded:
+            state = tensor_files.split_optimizer(state, parameters, in_codes=in_codes)
+        optimizer.load_state_dict(state)
+        for group, values in zip(optimizer.param_groups, configured, strict=True):
+            group.update(values if rebuild else {})
+            _check_values(group, values)
+        if without := _count_without_state(optimizer):
+            missing = f"{path} has no state of {without} of {len(parameters)} weights"
+            print_line(f"warning: {missing}. That is right if they had no gradient so far.", style="yellow")
+    with explain_load_error(folder / "scheduler.pt"):
+        if rebuild:
+            move_schedule(schedule, int(saved_schedule.get("last_epoch", step)))
+            return
+        made = schedule.state_dict()
         schedule.load_state_dict(saved_schedule)
-        return
-    for group, values in zip(optimizer.param_groups, configured, strict=True):
-        group.update(values)
-    move_schedule(schedule, position)
+        _check_values(schedule.state_dict(), made)
+
+
+def _check_values(found: JsonObject, made: JsonObject) -> None:
+    """Raise ValueError if a setting or a number from a file is not of the kind that this run has made itself."""
+
+    def fits(value: object, like: object) -> bool:
+        if isinstance(like, list | tuple):
+            return isinstance(value, list | tuple) and len(value) == len(like) and all(map(fits, value, like))
+        if isinstance(like, float | int | torch.Tensor) and not isinstance(like, bool):
+            return isinstance(value, float | int | torch.Tensor) and not math.isnan(value)
+        return like is None or value is None or type(value) is type(like)
+
+    for name, like in made.items():
+        if not fits(found.get(name), like):
+            raise ValueError(f"its {name} is {found.get(name)!r}, and this run's {like!r}")
+
+
+def _count_without_state(optimizer: torch.optim.Optimizer) -> int:
+    """Of the trained weights, how many have no state, with an optimizer (Adam's kind) that keeps one for each. Raises
+    ValueError if a state is of another shape than its weight, or has a NaN."""
+    without, low_rank = 0, any("rank" in group for group in optimizer.param_groups)  # GaLore's states are smaller
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            own = optimizer.state.get(weight) or {}
+            without += not own and "betas" in group
+            for name, value in own.items():
+                if name in _LIKE_WEIGHTS and value.shape != weight.shape and not low_rank:
+                    raise ValueError(f"{name} has shape {list(value.shape)}, and its weight {list(weight.shape)}")
+                local = value.to_local() if isinstance(value, DTensor) else value
+                if type(local) is torch.Tensor and local.is_floating_point() and local.numel() and local.amin().isnan():
+                    raise ValueError(f"{name} has a NaN")
+    return without

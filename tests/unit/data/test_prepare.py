@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -173,6 +174,9 @@ def test_rows_encoded_in_several_processes_keep_their_order(
     two = prepared(tmp_path / "other", tokenizer, train, "--data.num_proc", "2")
     assert one.ledgers == two.ledgers
     assert all(np.array_equal(one.train[index][1], two.train[index][1]) for index in range(300))
+    monkeypatch.setattr(preparing.ProcessPoolExecutor, "submit", Mock(side_effect=preparing.BrokenProcessPool))
+    with pytest.raises(RunError, match="One of 2 tokenizing processes was killed: .*data.num_proc"):
+        prepared(tmp_path / "third", tokenizer, train, "--data.num_proc", "2")
 
 
 def test_every_row_is_accounted_for(tmp_path: Path, tokenizer: Any) -> None:

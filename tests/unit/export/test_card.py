@@ -24,6 +24,10 @@ def test_the_card_has_names_instead_of_paths(run_folder: Path) -> None:
     for shown in ("rows.jsonl", "org/data", "max_steps: 3", "tf32: true", "1.2500", "torch 2.13", "all equal"):
         assert shown in text
     assert card.shortened("org/name") == "org/name" and card.shortened("C:\\a\\b.jsonl") == "b.jsonl"
+    (hostile := run_folder / "a\n---\n# Evil\x1b[31m\u202e.jsonl").touch()
+    record["config"]["data"] |= {"train_file": str(hostile)}
+    text = card.text(replace(found, name=str(hostile)), "adapter", None)
+    assert r"trained on: a\n---\n# Evil\x1b[31m\u202e.jsonl" in text and str(run_folder.parent) not in text
     assert card.shortened({"a": ["~/x/y", 3, "s3://bucket/key"]}) == {"a": ["y", 3, "s3://bucket/key"]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import resource
 import signal
@@ -152,6 +153,16 @@ def test_a_hostile_template_is_stopped_with_a_message(name: str) -> None:
     assert former == (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM))
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), UserError)  # it comes from a worker process
+
+
+@pytest.mark.process
+def test_a_comparison_that_does_not_return_ends_the_process() -> None:
+    template = DOUBLING.replace("BODY", "[ns.x, ns.x]").replace("{{ ns.x }}", "")
+    template += template.replace("ns", "other") + "{{ ns.x == other.x }}"
+    if (child := os.fork()) == 0:
+        module.KILL_SECONDS = signal.alarm(60) + 0.5
+        os._exit(len(render(template, TURNS)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGPROF
 
 
 @pytest.mark.parametrize(("count", "words"), [(1000, 1000), (4000, 40)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -19,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from finetune.config import Config, TrainingConfig, load
 from finetune.engine import job
 from finetune.engine.checkpoint import checkpoints, resume
-from finetune.errors import UserError
+from finetune.engine.training.state_files import load_optimizer_and_schedule
+from finetune.errors import RunError, UserError
 from tests.helpers import tiny
 from tests.helpers.runs import Runs, in_this_process
 
@@ -522,9 +524,8 @@ def reseal(checkpoint: Path) -> None:
 
 
 WRONG_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "trainer_state.json")
-SHORT = "of a state"  # shorter than its weight, which torch's kernel would write beyond
 WRONG = [(name, content) for name in WRONG_STATES for content in ({}, {"state": 1, "param_groups": [{}]}, [1])]
-WRONG += [("optimizer.pt", SHORT), ("trainer_state.json", {"global_step": "4"}), ("adapter_model.safetensors", b"[]")]
+WRONG += [("trainer_state.json", {"global_step": "4"}), ("adapter_model.safetensors", b"[]")]
 
 
 @pytest.mark.parametrize(("name", "content"), WRONG)
@@ -536,10 +537,6 @@ def test_state_files_that_hold_something_else(
     checkpoint = out / "checkpoint-4"
     if isinstance(content, bytes):
         (checkpoint / name).write_bytes(len(content).to_bytes(8, "little") + content)
-    elif content == SHORT:
-        state = torch.load(checkpoint / name, weights_only=True)
-        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].view(-1)[:1].clone()
-        torch.save(state, checkpoint / name)
     elif name == "trainer_state.json":
         (checkpoint / name).write_text(json.dumps(content or [1]))
     else:
@@ -547,6 +544,31 @@ def test_state_files_that_hold_something_else(
     reseal(checkpoint)
     runs(out, *SIX, *RESUME, code=2 if isinstance(content, bytes) else 1)
     assert "cannot be used" in words(capsys)
+
+
+VALUES = {  # the next step would fail on them, spread them or write beyond them
+    "lr": lambda groups, states, schedule: groups[0].update(lr="x"),
+    "exp_avg has a NaN": lambda groups, states, schedule: states[1]["exp_avg"][0, 0].fill_(float("nan")),
+    "has shape [2]": lambda groups, states, schedule: states[2].update(exp_avg=torch.ones(2)),
+    "no state of 1 of 3 weights": lambda groups, states, schedule: states.pop(1),
+    "last_epoch": lambda groups, states, schedule: schedule.update(last_epoch=float("nan")),
+}
+
+
+@pytest.mark.parametrize("wanted", VALUES)
+def test_wrong_values_of_optimizer_and_schedule(wanted: str, tmp_path: Path, capsys: Any) -> None:
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    optimizer = torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    sum(weight.sum() for weight in weights).backward()
+    optimizer.step()
+    states, position = optimizer.state_dict(), schedule.state_dict()
+    VALUES[wanted](states["param_groups"], states["state"], position)
+    torch.save(states, tmp_path / "optimizer.pt")
+    torch.save(position, tmp_path / "scheduler.pt")
+    with pytest.raises(RunError) if "no state" not in wanted else contextlib.nullcontext() as caught:
+        load_optimizer_and_schedule(tmp_path, optimizer, schedule, sharded=False, rebuild=False, step=1)
+    assert wanted in str(caught.value if caught else words(capsys))
 
 
 def test_resume_with_changes_needs_a_resume() -> None:
