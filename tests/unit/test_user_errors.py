@@ -449,6 +449,7 @@ MODELS = {
     "tokenizer cut": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
     "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
     "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "padding side": (edit("tokenizer_config.json", padding_side="up"), "tokenizer files are damaged (Padding side"),
     "tokenizer_config": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "is not valid JSON"),
     "template that cannot be saved": (name_a_template_as_a_path, "cannot be saved: Invalid chat template name: 'a/b'"),
     "generation config": (edit("generation_config.json", max_new_tokens=-5), "generation_config.json is invalid: `max"),

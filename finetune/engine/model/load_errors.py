@@ -27,9 +27,8 @@ def explain_load_error(name: str | None, what: str) -> Iterator[None]:
     except Exception as error:
         remote_code.explain_refused_code(str(name), what, error)
         _check_files(str(name), what, error)
-        if not isinstance(error, OSError | ValueError | pickle.UnpicklingError):
-            raise
-        if isinstance(error, OSError) and error.errno == 28:  # no space left on device: reported by the command
+        full = getattr(error, "errno", None) == 28  # no space left on device: reported by the command
+        if full or not isinstance(error, OSError | ValueError | pickle.UnpicklingError):
             raise
         text = str(error)
         if not isinstance(error, OSError) and not any(
@@ -86,7 +85,8 @@ def _check_files(name: str, what: str, error: Exception) -> None:
     for sign, (why, remedy) in _WRONG_FILES.items():
         if sign in message:
             raise UserError(f"model.model_name_or_path is {name}: {why} ({message[:200]}). {remedy}.") from error
-    if what == "tokenizer" and Path(name).is_dir() and not isinstance(error, OSError | ValueError | ImportError):
+    lacking = re.search("Unrecognized model|not a local folder|Couldn't instantiate|does not appear", message)
+    if what == "tokenizer" and Path(name).is_dir() and not (lacking or isinstance(error, OSError | ImportError)):
         raise UserError(
             f"model.model_name_or_path is {name}: its tokenizer files are damaged ({message[:200]}). Copy or download "
             "them again."

@@ -560,8 +560,7 @@ def test_wrong_values_of_optimizer_and_schedule(wanted: str, tmp_path: Path, cap
     weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
     optimizer = torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    sum(weight.sum() for weight in weights).backward()
-    optimizer.step()
+    optimizer.step(lambda: sum(weight.sum() for weight in weights).backward())
     states, position = optimizer.state_dict(), schedule.state_dict()
     VALUES[wanted](states["param_groups"], states["state"], position)
     torch.save(states, tmp_path / "optimizer.pt")
