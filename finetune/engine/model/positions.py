@@ -3,6 +3,9 @@ beyond it is an IndexError on a CPU, and an unspecific assertion on a GPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from finetune.config.schema import ModelConfig
 from finetune.data.packs import MULTIPLE
 from finetune.data.store import Rows
 from finetune.errors import UserError
@@ -57,6 +60,33 @@ def check(model: Model, rows: Rows, split: str, setting: str = "data.max_length"
             f"The {split} rows have up to {longest:,} tokens, and {model.config.model_type} has a table of {found:,} "
             f"positions. Set {setting} to {usable} or less."
         )
+
+
+def context(name: str, **known: Any) -> int | None:
+    """`max_position_embeddings` of a model that is not loaded; None if its configuration has none, or is not found."""
+    from transformers import AutoConfig
+
+    try:
+        return getattr(AutoConfig.from_pretrained(name, **known).get_text_config(), "max_position_embeddings", None)
+    except (OSError, ValueError):  # loading the model reports it better
+        return None
+
+
+def without_scaling(model: ModelConfig, row_length: int, longest: int) -> int:
+    """The row length to give to Unsloth: with more than the model's context its loader for GPUs scales RoPE, which an
+    adapter does not record. Packs need no longer context than their `longest` document.
+
+    Raises:
+        UserError: a document is longer.
+    """
+    name = str(model.model_name_or_path)
+    most = context(name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    if most is not None and longest > most:
+        raise UserError(
+            f"Rows have up to {longest:,} tokens, and {name} has a context of {most:,}, beyond which Unsloth scales "
+            f"RoPE, unrecorded in an adapter. Set data.max_length to {most}, or write the scaling into config.json."
+        )
+    return row_length if most is None else min(row_length, most)
 
 
 def remaining_tokens(model: Model, length: int) -> int | None:

@@ -115,7 +115,10 @@ def open_session(
     if kept != weights.kind:
         weights = master_weights.WeightPrecision(kind=kept, reason="as in the checkpoint")
     config = replace(config, training=replace(config.training, master_weights=kept))
-    row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in data.splits.values())
+    longest = max(int(rows.lengths.max()) for rows in data.splits.values())
+    row_length = config.data.row_length or longest
+    if stack.backend == "unsloth":
+        row_length = positions.without_scaling(config.model, row_length, longest)
     with activity.during("loading the model"):
         model = job.load_model(config, stack, row_length)
     for split, rows in data.splits.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from finetune.config import Config
 from finetune.config.schema import ModelConfig
 from finetune.engine.model import generation, packing, positions
 from finetune.errors import UserError
+from tests.helpers import tiny
 
 TINY: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=40)
@@ -75,6 +77,18 @@ def test_rows_that_need_more_positions_are_refused_with_a_length_that_fits() -> 
     with pytest.raises(UserError, match=r"up to 33 tokens, and roberta has a table of 38 positions.*to 32 or less"):
         positions.check(model, SimpleNamespace(lengths=np.array([3, 33])), "training")
     positions.check(made("LlamaConfig"), SimpleNamespace(lengths=np.array([10_000])), "training")
+
+
+def test_unsloth_is_given_no_rows_beyond_the_context(tmp_path: Path) -> None:
+    """There its loader for GPUs would scale the model's RoPE. Packs are longer than their documents."""
+    tiny.make_model(tmp_path / "model")
+    model = ModelConfig(model_name_or_path=str(tmp_path / "model"))
+    most = positions.context(str(tmp_path / "model"))
+    assert most == 1024
+    assert [positions.without_scaling(model, row, 100) for row in (100, 1024, 16384)] == [100, 1024, 1024]
+    with pytest.raises(UserError, match=r"up to 1,025 tokens, and .* has a context of 1,024.*data.max_length to 1024"):
+        positions.without_scaling(model, 4096, 1025)
+    assert positions.context(str(tmp_path)) is None  # has no model
 
 
 def test_each_answer_ends_at_the_limit() -> None:
