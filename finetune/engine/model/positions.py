@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config.schema import ModelConfig
+from finetune.config import Config
 from finetune.data.packs import MULTIPLE
 from finetune.data.store import Rows
+from finetune.engine.preflight import adapter_files
 from finetune.errors import UserError
 from finetune.runtime.types import Model
 
@@ -72,15 +73,17 @@ def context(name: str, **known: Any) -> int | None:
         return None
 
 
-def without_scaling(model: ModelConfig, row_length: int, longest: int) -> int:
-    """The row length to give to Unsloth: with more than the model's context its loader for GPUs scales RoPE, which an
-    adapter does not record. Packs need no longer context than their `longest` document.
+def without_scaling(config: Config, row_length: int, longest: int) -> int:
+    """The row length for Unsloth, whose loader for GPUs scales RoPE above the model's context, unknown to an adapter.
+    Packs need no longer context than their `longest` document.
 
     Raises:
         UserError: a document is longer.
     """
-    name = str(model.model_name_or_path)
-    most = context(name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    adapter = adapter_files.local_adapter(config) or {}
+    name = str(adapter.get("base_model_name_or_path") or config.model.model_name_or_path)
+    revision = None if adapter else config.model.revision
+    most = context(name, revision=revision, trust_remote_code=config.model.trust_remote_code)
     if most is not None and longest > most:
         raise UserError(
             f"Rows have up to {longest:,} tokens, and {name} has a context of {most:,}, beyond which Unsloth scales "

@@ -118,7 +118,7 @@ def open_session(
     longest = max(int(rows.lengths.max()) for rows in data.splits.values())
     row_length = config.data.row_length or longest
     if stack.backend == "unsloth":
-        row_length = positions.without_scaling(config.model, row_length, longest)
+        row_length = positions.without_scaling(config, row_length, longest)
     with activity.during("loading the model"):
         model = job.load_model(config, stack, row_length)
     for split, rows in data.splits.items():

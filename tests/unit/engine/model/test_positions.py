@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +83,14 @@ def test_rows_that_need_more_positions_are_refused_with_a_length_that_fits() -> 
 def test_unsloth_is_given_no_rows_beyond_the_context(tmp_path: Path) -> None:
     """There its loader for GPUs would scale the model's RoPE. Packs are longer than their documents."""
     tiny.make_model(tmp_path / "model")
-    model = ModelConfig(model_name_or_path=str(tmp_path / "model"))
-    most = positions.context(str(tmp_path / "model"))
-    assert most == 1024
-    assert [positions.without_scaling(model, row, 100) for row in (100, 1024, 16384)] == [100, 1024, 1024]
-    with pytest.raises(UserError, match=r"up to 1,025 tokens, and .* has a context of 1,024.*data.max_length to 1024"):
-        positions.without_scaling(model, 4096, 1025)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "model")}))
+    for folder in (tmp_path / "model", adapter):
+        config = Config(model=ModelConfig(model_name_or_path=str(folder)))
+        assert [positions.without_scaling(config, row, 100) for row in (100, 1024, 16384)] == [100, 1024, 1024]
+        with pytest.raises(UserError, match=r"up to 1,025 tokens, .* a context of 1,024.*data.max_length to 1024"):
+            positions.without_scaling(config, 4096, 1025)
     assert positions.context(str(tmp_path)) is None  # has no model
 
 
