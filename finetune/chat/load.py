@@ -143,8 +143,7 @@ def _load_with_unsloth(found: TrainedModel, **arguments: Any) -> Model:
     from finetune.engine.model import loaded_weights, positions
 
     length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
-    base = found.adapter["base_model_name_or_path"] if found.adapter else found.folder
-    length = min(length, positions.context(str(base)) or length)  # beyond it, it would scale RoPE
+    length = min(length, positions.context(found.base or str(found.folder)) or length)  # beyond, it would scale RoPE
     with loaded_weights.require_all(), multimodal.in_unsloths_loader(found.folder):
         model, _ = unsloth.FastLanguageModel.from_pretrained(
             str(found.folder),

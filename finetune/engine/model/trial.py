@@ -19,9 +19,7 @@ SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 # Differences by rounding, as shares of the largest value: experts may round differently beside other tokens.
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
 APART, APART_IN_FP8 = 0.25, 0.75  # of the norm: 16 bits round deep models to a few percent, another document is 1.1 off
-OF_ROUNDING = (
-    4  # times what rounding the embeddings changes, which is half of the norm in a Gemma 4 with random weights
-)
+OF_ROUNDING = 4  # times what rounding the embeddings moves: 0.4 of the norm in a Gemma 4 with random weights
 DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
@@ -63,8 +61,8 @@ class Separation:
 def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[int]], JsonObject]) -> Separation:
     """Try a pack of three documents as the model trains on it, without dropout: the first one is changed, by which the
     outputs of the others must not move, and has no gradient from them, bit for bit. The second one has the outputs and
-    gradients that it has alone. Changing the third one, which none before it sees, measures the kernels' noise. Every
-    rank calls it.
+    gradients that it has alone. Changing the third one, which none before it sees, measures the kernels' noise, and
+    rounding the second one's embeddings what the model makes of it. Every rank calls it.
 
     Args:
         dtype: that the run computes in.

@@ -91,8 +91,8 @@ def without_graphs(run: Run) -> str | None:
 
 def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """On a GPU the host is less than 5 % of a step ahead and the GPU is busy less than 80 % of the time; neither data
-    nor communication explains it. Calibrated on an H200. Exposed communication is taken off
-    both: a kernel that waits for another rank has no work."""
+    nor communication explains it. Calibrated on an H200. Exposed communication is taken off both: a
+    kernel that waits for another rank has no work."""
     exposed, step = timing.exposed_communication(run) or 0.0, run.step_seconds
     lead, busy = (None if one is None else max(one - exposed, 0.0) for one in (host_lead(run), utilization(run)))
     if not run.on_gpus or lead is None or busy is None or not step or lead >= HOST_LEAD or busy >= UTILIZATION:
