@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config import Config
+from finetune.config import Config, load
+from finetune.config.batch import resolve_batch
 from finetune.config.schema import ModelConfig
+from finetune.engine import job
 from finetune.engine.model import generation, packing, positions
+from finetune.engine.session import opening
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import Stack
 from tests.helpers import tiny
 
 TINY: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
@@ -92,6 +96,29 @@ def test_unsloth_is_given_no_rows_beyond_the_context(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"up to 1,025 tokens, .* a context of 1,024.*data.max_length to 1024"):
             positions.without_scaling(config, 4096, 1025)
     assert positions.context(str(tmp_path)) is None  # has no model
+
+
+@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+def test_a_run_loads_unsloth_with_no_more_than_the_context(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.make_model(tmp_path / "model")
+    tiny.make_rows(tmp_path / "train.jsonl", 8)
+    words = ["--model.model_name_or_path", str(tmp_path / "model"), "--data.train_file", str(tmp_path / "train.jsonl")]
+    words += ["--data.packing", "true", "--data.pack_length", "4096", "--data.cache_dir", str(tmp_path / "cache")]
+    stack = Stack(backend=backend, reason="a test", device="cpu", local_rank=0, patches=())
+    given: list[int] = []
+
+    def load_model(config: Any, stack: Any, row_length: int) -> Any:
+        given.append(row_length)
+        raise UserError("seen")
+
+    monkeypatch.setattr(opening, "_start_backend", lambda *_: stack)
+    monkeypatch.setattr(job, "load_model", load_model)
+    config = load(words, command="train")
+    with pytest.raises(UserError, match="seen"):
+        opening.open_session(config, resolve_batch(config.training, 1))
+    assert given == [1024 if backend == "unsloth" else 4096]
 
 
 def test_each_answer_ends_at_the_limit() -> None:
