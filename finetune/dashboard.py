@@ -37,12 +37,12 @@ def own_options() -> Options:
 
 
 def _run(argv: list[str]) -> int:
-    from finetune.review.board.discover import find_runs
+    from finetune.review.run import newest_first
 
     options, _ = own_options().split(argv)
     if not options.folder.is_dir():
         raise UserError(f"no such folder: {options.folder}. Give the folder that holds the runs.")
-    runs = find_runs(options.folder)
+    runs = newest_first(options.folder)
     if not runs:
         raise UserError(f"no run below this folder: {options.folder}. Give the output_dir of a run, or a folder above.")
     address = start(options.folder, options.host, options.port)

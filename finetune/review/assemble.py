@@ -85,17 +85,12 @@ def review(folders: Sequence[Path]) -> Review:
     Raises:
         UserError: a folder holds no run.
     """
-    return of_runs([runs.read(folder) for folder in folders])
-
-
-def of_runs(read: Sequence[Run]) -> Review:
-    """Judge runs that were read."""
-    return Review([_judge(run, name, read) for run, name in zip(read, unique_names(read), strict=True)])
-
-
-def _judge(run: Run, name: str, read: Sequence[Run]) -> Reviewed:
-    found = findings(run, [other for other in read if other is not run])
-    return Reviewed(run=run, name=name, findings=found, verdict=verdict(run, found))
+    read = [runs.read(folder) for folder in folders]
+    reviewed = []
+    for run, name in zip(read, unique_names(read), strict=True):
+        found = findings(run, [other for other in read if other is not run])
+        reviewed.append(Reviewed(run=run, name=name, findings=found, verdict=verdict(run, found)))
+    return Review(reviewed)
 
 
 def unique_names(read: Sequence[Run]) -> list[str]:
@@ -130,11 +125,15 @@ def about(run: Run) -> JsonObject:
         "steps": run.steps,
         "resumed_at": run.resumed_at,
         "versions": {name: one for name, one in versions.items() if one},
-        "settings": {key: value for key, value in changed_settings(run).items() if key not in _NAMED_BEFORE},
+        "settings": {
+            key: value
+            for key, value in settings(run).items()
+            if key in DEFAULTS.keys() - _NAMED_BEFORE and value != _shown(DEFAULTS[key])
+        },
     }
 
 
-_NAMED_BEFORE = ("model.model_name_or_path", "training.output_dir", "training.overwrite_output_dir")
+_NAMED_BEFORE = {"model.model_name_or_path", "training.output_dir", "training.overwrite_output_dir"}
 
 
 def _sources(run: Run) -> list[str]:
@@ -335,11 +334,6 @@ _RESOLVED = {
     "dtype": "dtype",
     "hardware": "hardware.name",
 }
-
-
-def changed_settings(run: Run) -> JsonObject:
-    """Settings that differ from their defaults."""
-    return {key: value for key, value in settings(run).items() if key in DEFAULTS and value != _shown(DEFAULTS[key])}
 
 
 def _shown(value: object) -> object:

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from finetune.errors import UserError
-from finetune.review import gate
+from finetune.review import gate, report
 from finetune.review import run as runs
 from finetune.review.assemble import Review, review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     limits = gate.Limits(slowdown=options.max_slowdown, loss_increase=options.max_loss_increase)
     result = review(expand(options.runs))
     compared = _gate(options.runs[0], result, limits) if limits.given else []
-    show(result)
+    report.show(result, new_console(highlight=False, markup=False))
     for line in gate.lines(compared):
         print_line(line)
     if options.json:
@@ -103,17 +103,7 @@ def _gate(first: Path, result: Review, limits: gate.Limits) -> list[gate.Compari
 
 def expand(folders: list[Path]) -> list[Path]:
     """The folders of runs: a folder that holds several is replaced by them, in the order of the Review tab."""
-    from finetune.review.board.discover import find_runs
-
     found: list[Path] = []
     for folder in folders:
-        found += [folder] if runs.is_run(folder) else [run.folder for run in find_runs(folder)] or [folder]
+        found += [folder] if runs.is_run(folder) else [run.folder for run in runs.newest_first(folder)] or [folder]
     return list(dict.fromkeys(found))
-
-
-def show(result: Review) -> None:
-    """Print it."""
-    from finetune.review import report
-
-    console = new_console(highlight=False, markup=False)
-    report.show(result, console)

@@ -20,10 +20,8 @@ import numpy as np
 from finetune.runtime.files import open_regular
 
 PATTERN = "*tfevents*"
-MOST_BYTES = 1 << 26  # of one record; a larger one holds pictures or text, no scalars, and is skipped
 _HEADER = struct.Struct("<Q")
 _STARTED = 1  # SessionLog.START: a writer with `purge_step` takes back what was written from that step on
-_REAL = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8"}  # tensorboard.DataType -> numpy
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +129,6 @@ def records(stream: IO[bytes]) -> Iterator[bytes]:
         position += 16 + length
         if length == 0 or position > size:  # zeros are what a file system may leave after a crash
             return
-        if length > MOST_BYTES:
-            stream.seek(position)
-            continue
         payload = stream.read(length + 4)
         if len(payload) < length + 4:  # the file has been cut meanwhile
             return
@@ -164,14 +159,13 @@ def _read_one(file: Path) -> dict[str, Series]:
                 _purge(found, event.step)
             continue
         for value in event.summary.value:
-            number = value.simple_value if value.HasField("simple_value") else _scalar(value)
-            if number is None:
+            if not value.HasField("simple_value"):  # text, a histogram or a picture
                 continue
             columns = found.get(value.tag)
             if columns is None:
                 columns = found[value.tag] = (array("q"), array("d"), array("d"))
             columns[0].append(event.step)
-            columns[1].append(number)
+            columns[1].append(value.simple_value)
             columns[2].append(event.wall_time)
     return {tag: of(*columns) for tag, columns in found.items()}
 
@@ -189,19 +183,3 @@ def _purge(found: dict[str, tuple[array, array, array]], step: int) -> None:
         found[tag] = tuple(  # pyright: ignore[reportArgumentType]
             array(column.typecode, np.frombuffer(column, column.typecode)[kept].tobytes()) for column in columns
         )
-
-
-def _scalar(value: Any) -> float | None:
-    """The number in a tensor of one element; None for text, histograms and pictures."""
-    if not value.HasField("tensor") or value.tensor.dtype not in _REAL:
-        return None
-    tensor, kind = value.tensor, _REAL[value.tensor.dtype]
-    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):
-        return None
-    if tensor.tensor_content:
-        exact = len(tensor.tensor_content) == np.dtype(kind).itemsize
-        return float(np.frombuffer(tensor.tensor_content, kind)[0]) if exact else None
-    for numbers in (tensor.float_val, tensor.double_val, tensor.int_val, tensor.int64_val):
-        if len(numbers) == 1:
-            return float(numbers[0])
-    return None

@@ -11,7 +11,6 @@ from finetune.review.assemble import Review, Reviewed
 from finetune.review.finding import clock, number, percent
 from finetune.review.labels import label
 from finetune.runtime import tags
-from finetune.runtime.types import JsonObject
 from finetune.text import duration
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ NOT_RECORDED = "not recorded"
 NOT_FINITE = "not finite"
 NO_EVALUATION = "no evaluation"
 STYLES = {"warning": "bold yellow", "note": "bold", "good": "bold green", "unknown": "bold dim"}  # of a verdict
-SHOWN_FINDINGS = 12
-SHOWN_KEYS = 40
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
 PARTS = {
     "step_seconds": "step time",
@@ -61,8 +58,16 @@ def show(review: Review, console: Console) -> None:
         ]
         _table(console, "Speed-up", ["run", "against", "devices", "speed-up", "efficiency"], rows)
     if compared and len(names) <= SIDE_BY_SIDE:
-        _table(console, "Settings that differ", ["", *names], setting_rows(compared["configuration"]))
-        _table(console, "Training loss at equal tokens", ["tokens", *names], token_rows(compared["at_equal_tokens"]))
+        rows = [
+            [row["key"], *(NOT_RECORDED if one is None else str(one) for one in row["values"])]
+            for row in compared["configuration"]
+        ]
+        _table(console, "Settings that differ", ["", *names], rows)
+        rows = [
+            [f"{row['tokens']:,.0f}", *(_cell(loss, number) for loss in row["loss"])]  # of several models some in each
+            for row in compared["at_equal_tokens"]
+        ]
+        _table(console, "Training loss at equal tokens", ["tokens", *names], rows)
     rows = [row for one in review.runs for row in predicted_rows(one, named=len(review.runs) > 1)]
     _table(console, "Predicted and measured", ["", "predicted", "measured", "error"], rows)
 
@@ -83,11 +88,12 @@ def _show_findings(one: Reviewed, console: Console) -> None:
     table.add_column("rule", no_wrap=True)
     table.add_column("time lost", justify="right", no_wrap=True)
     table.add_column("evidence, what to change, what that should bring", overflow="fold")
-    for found in one.findings[:SHOWN_FINDINGS]:
+    for found in one.findings:
         style = "yellow" if found.level == "warning" else "dim"
         about = Text(f"{found.evidence}\n").append("Change: ", "bold").append(f"{found.advice}\n")
         about.append("Gain: ", "bold").append(found.gain)
-        table.add_row(Text(found.rule, style), lost_share(found.lost), about)
+        lost = percent(min(found.lost, 1.0)) if found.lost > 0 else "-"
+        table.add_row(Text(found.rule, style), lost, about)
     console.print(table)
 
 
@@ -106,11 +112,6 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
 
 
 # --- rows of tables -----------------------------------------------------------------------------------------------
-
-
-def lost_share(share: float) -> str:
-    """Time lost, for a table."""
-    return percent(min(share, 1.0)) if share > 0 else "-"
 
 
 def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
@@ -141,22 +142,6 @@ def value_with_unit(name: str, value: float) -> str:
     written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": number}
     written |= {"h": lambda hours: clock(3600 * hours)}
     return written.get(unit, lambda one: f"{number(one)} {unit}".strip())(value)
-
-
-def setting_rows(configuration: Sequence[JsonObject]) -> list[list[str]]:
-    """A line per setting that differs."""
-    shown = [
-        [row["key"], *(NOT_RECORDED if one is None else str(one) for one in row["values"])] for row in configuration
-    ]
-    if len(shown) > SHOWN_KEYS:
-        width = len(shown[0]) - 1
-        shown = [*shown[:SHOWN_KEYS], [f"... {len(shown) - SHOWN_KEYS} more", *[""] * width]]
-    return shown
-
-
-def token_rows(rows: Sequence[JsonObject]) -> list[list[str]]:
-    """Learning curves at equal tokens, a line per number of tokens; of runs of several models, some in each."""
-    return [[f"{row['tokens']:,.0f}", *(_cell(loss, number) for loss in row["loss"])] for row in rows]
 
 
 def predicted_rows(one: Reviewed, *, named: bool) -> list[list[str]]:

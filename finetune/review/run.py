@@ -7,6 +7,7 @@ zero. Runs of TRL and Unsloth have events alone.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -79,24 +80,17 @@ class Run:
         """Whether another trainer wrote it: there is no run.json."""
         return not self.record
 
-    def series(self, name: str, n: int | None = None) -> Series:
+    def series(self, name: str) -> Series:
         """The values of a metric (`tags.Metric.name`), under its tag or its earlier names; empty if not recorded."""
-        if (name, n) not in self._series:
-            self._series[name, n] = self._find(name, n)
-        return self._series[name, n]
+        if name not in self._series:
+            metric = tags.BY_NAME[name]
+            known = [self.scalars[tag] for tag in (*reversed(metric.also), metric.tag) if tag in self.scalars]
+            self._series[name] = functools.reduce(events.join, known, events.empty())
+        return self._series[name]
 
     @functools.cached_property
-    def _series(self) -> dict[tuple[str, int | None], Series]:
+    def _series(self) -> dict[str, Series]:
         return {}
-
-    def _find(self, name: str, n: int | None) -> Series:
-        metric = tags.BY_NAME[name]
-        found = events.empty()
-        for tag in (*reversed(metric.also), metric.tag):
-            one = self.scalars.get(tag if n is None else tag.replace("{n}", str(n)))
-            if one is not None:
-                found = events.join(found, one)
-        return found
 
     # --- what kind of run ---------------------------------------------------------------------------------------
 
@@ -188,12 +182,12 @@ class Run:
         """Steps at the beginning that typical values leave out."""
         return WARM_UP if (self.steps or 0) > SHORT else 1
 
-    def typical(self, name: str, n: int | None = None) -> float | None:
+    def typical(self, name: str) -> float | None:
         """What run.json says, as the end of the run and its prediction do; else the median of a metric over the records
         that lie after the warm-up, or over all if none does."""
         if (recorded := self.number(_RECORDED.get(name, ""))) is not None:
             return recorded * ((self.world_size or 1) if name == "tokens_total" else 1)
-        series = self.series(name, n).finite()
+        series = self.series(name).finite()
         if self.ranks is not None:  # a record that begins in the warm-up is left out
             begun = {int(step) for step, kept in zip(self.ranks.steps, self.ranks.typical(), strict=True) if kept}
             kept = np.array([int(step) in begun for step in series.steps], bool)
@@ -252,12 +246,13 @@ def _read(folder: Path, output: Path | None, files: Sequence[Path], now: float) 
     home = output or folder
     hang, problem = json_object(home / HANG_FILE)
     problems += [problem] if problem else []
+    loss = tags.BY_NAME["loss"]
     return Run(
         folder=folder,
         name=_name(folder, output),
         output=output,
         record=record,
-        scalars=events.read(files[-MOST_FILES:], _loss_tags()),
+        scalars=events.read(files[-MOST_FILES:], (loss.tag, *loss.also)),
         ranks=_ranks(folder, output),
         hang=hang or None,
         hang_time=(home / HANG_FILE).stat().st_mtime if hang else None,
@@ -270,11 +265,6 @@ def _ranks(folder: Path, output: Path | None) -> Ranks | None:
     places = [folder, folder.parent] if output is None else [output / "runs", output, folder]
     file = next((place / RANKS_FILE for place in places if (place / RANKS_FILE).is_file()), None)
     return rank_records.read(file) if file is not None else None
-
-
-def _loss_tags() -> tuple[str, ...]:
-    metric = tags.BY_NAME["loss"]
-    return (metric.tag, *metric.also)
 
 
 def _output_of(folder: Path) -> Path | None:
@@ -320,14 +310,43 @@ def find(folder: Path) -> list[Path]:
     for below in _folders(folder, MOST_DEPTH):
         if any(below.is_relative_to(run) for run in found):
             continue
-        if (below / RUN_FILE).is_file() or _files_in(below) or _is_foreign_output(below):
+        # TRL's output folder has events in `runs` or in folders in that, which are its starts.
+        of_trl = below.name != "runs" and _files_below(below / "runs") and not list(below.glob(f"runs/*/{RUN_FILE}"))
+        if (below / RUN_FILE).is_file() or _files_in(below) or of_trl:
             found.append(below)
     return found
 
 
-def _is_foreign_output(folder: Path) -> bool:
-    """Whether it is an output folder of TRL: events in `runs` or in folders in that, which are its starts."""
-    return folder.name != "runs" and bool(_files_below(folder / "runs")) and not list(folder.glob(f"runs/*/{RUN_FILE}"))
+@dataclass(frozen=True)
+class Found:
+    """A run in a folder of runs: `read` reads `folder`."""
+
+    folder: Path
+    name: str  # of the run in TensorBoard: the folder of its event files, relative to the log folder
+    state: tuple[tuple[str, int, int], ...]  # path, size and time of change (ns) of each file that a review reads
+
+    @property
+    def changed(self) -> int:
+        """When the run last wrote anything, in nanoseconds since 1970."""
+        return max((time for _, _, time in self.state), default=0)
+
+
+def newest_first(root: Path) -> list[Found]:
+    """All runs below a folder; the last to write comes first."""
+    return sorted((_look(folder, root) for folder in find(root)), key=lambda run: (-run.changed, run.name))
+
+
+def _look(folder: Path, root: Path) -> Found:
+    written = sorted([*folder.glob(events.PATTERN), *(folder / "runs").rglob(events.PATTERN)])
+    state = []
+    for path in [*written, *(folder / name for name in (RUN_FILE, f"runs/{RANKS_FILE}", RANKS_FILE, HANG_FILE))]:
+        try:
+            stat = path.stat()
+        except OSError:  # not written, or removed meanwhile
+            continue
+        state.append((str(path), stat.st_size, stat.st_mtime_ns))
+    name = os.path.relpath(written[0].parent if written else folder, root).replace(os.sep, "/")
+    return Found(folder, name, tuple(state))
 
 
 def _name(folder: Path, output: Path | None) -> str:

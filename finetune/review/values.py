@@ -11,7 +11,6 @@ from finetune.runtime.command import printable
 from finetune.runtime.files import read_bytes
 from finetune.runtime.types import JsonObject
 
-MOST_BYTES = 1 << 28  # of a JSON file
 MOST_CHARACTERS = 300  # of a name or a sentence that is shown
 
 
@@ -60,8 +59,6 @@ def at(tree: object, path: str) -> Any:
 def json_object(path: Path) -> tuple[JsonObject, str | None]:
     """The object in a JSON file, and what is wrong with the file."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return {}, f"{path.name} is larger than {MOST_BYTES >> 20} MiB and was not read."
         content = json.loads(read_bytes(path))
     except FileNotFoundError:
         return {}, None

@@ -170,7 +170,6 @@ def test_a_plugin_that_fails_leaves_tensorboard_up(tmp_path: Path, monkeypatch: 
     from finetune.review.board.plugin import ReviewPlugin
 
     monkeypatch.setitem(sys.modules, "finetune.review.run", None)
-    monkeypatch.setitem(sys.modules, "finetune.review.board.discover", None)
     plugin = ReviewPlugin(types.SimpleNamespace(logdir=str(tmp_path)))  # type: ignore[arg-type]
     assert plugin.is_active() is False
     assert "The review failed: ModuleNotFoundError" in plugin.review()["error"]

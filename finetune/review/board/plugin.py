@@ -21,7 +21,7 @@ from werkzeug import Request
 from finetune.runtime.types import JsonObject
 
 if TYPE_CHECKING:
-    from finetune.review.board.discover import Found
+    from finetune.review.run import Found
 
 MOST_RUNS = 50  # the last ones to write; a review of each costs up to half a second when it has changed
 LOOK_AGAIN_SECONDS = 60.0  # between two searches for a first run
@@ -83,11 +83,11 @@ class ReviewPlugin(base_plugin.TBPlugin):
 
     def _current_review(self) -> JsonObject:
         """The review of the files as they are, made anew if one has changed: but at most a tenth of the time."""
-        from finetune.review.board.discover import find_runs
+        from finetune.review.run import newest_first
 
         if self._folder is None:
             return {"error": "The Review tab needs TensorBoard's --logdir. Start TensorBoard with it."}
-        found = find_runs(self._folder)
+        found = newest_first(self._folder)
         state = [run.state for run in found]
         if state != self._state and time.monotonic() >= self._renew_after:
             began = time.monotonic()

@@ -38,7 +38,7 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(where, f"{counted(len(answered), 'rank')} answered"),
         evidence=f"{who} {what}: {where}; {counted(len(answered), 'rank')} answered.{waits}{'.' if waits else ''}",
         advice="read hang/report.md and the Python stacks in hang/rank-N.txt; if the rank was only slow, "
-        f"training.ddp_timeout: {_longer(run.hang, seconds)}",
+        f"training.ddp_timeout: {max(2 * round(max(seconds or 0.0, waited or 0.0)), 600)}",
         gain=f"the steps after step {run.steps or step or 0}" if ended else f"{duration(seconds or 0.0)} per pause",
         lost=1.0 if ended else 0.0,
     )
@@ -57,11 +57,6 @@ def _what(hang: JsonObject, missing: list[JsonObject]) -> str:
     if missing:
         return "kept the others waiting" if all(one.get("answered") is True for one in missing) else "did not answer"
     return "and all others waited for each other" if text(hang.get("collective")) else "was in one phase for long"
-
-
-def _longer(hang: JsonObject, seconds: float | None) -> int:
-    """Twice the longest wait, in seconds."""
-    return max(2 * round(max(seconds or 0.0, number(hang.get("waited_seconds")) or 0.0)), 600)
 
 
 def _went_on(run: Run) -> bool:

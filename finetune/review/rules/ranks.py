@@ -68,7 +68,8 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     one, share, speed_up = found
     world = run.world_size or 1
-    costs = [_gpu_hours(one), _gpu_hours(run)]
+    rates = [one.typical("tokens_per_gpu"), run.typical("tokens_per_gpu")]
+    costs = [1e6 / rate / 3600 if rate and rate > 0 else None for rate in rates]
     cost = ""
     if costs[0] and costs[1]:
         cost = f" A million tokens cost {number(costs[0])} GPU hours on one GPU, {number(costs[1])} on {world}."
@@ -111,11 +112,6 @@ def _same_job(one: Run, other: Run) -> bool:
     return all(one.at(key) == other.at(key) for key in keys) and not one.foreign
 
 
-def _gpu_hours(run: Run) -> float | None:
-    rate = run.typical("tokens_per_gpu")
-    return 1e6 / rate / 3600 if rate and rate > 0 else None
-
-
 def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """NVML names a reason that lowers the clock in at least 10 % of the samples of a GPU (its reasons: power, heat,
     board), or its SM clock is below 85 % of the others'."""
@@ -155,9 +151,5 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 def _per_rank(values: np.ndarray) -> np.ndarray:
     """float64 [ranks]: mean over records; NaN if not recorded."""
-    return np.array([_mean(column) for column in values.T])
-
-
-def _mean(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else np.nan
+    finite = [column[np.isfinite(column)] for column in values.T]
+    return np.array([one.mean() if len(one) else np.nan for one in finite])
