@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from finetune.advise.machine import devices_here, warnings
+from finetune.advise.machine import devices_here, launch, warnings
 from finetune.config import Config, fixed_batch_arguments, with_fixed_batch
 from finetune.measure import strategy
 from finetune.measure.predict import predict
@@ -145,7 +145,7 @@ def advise_configuration(
     given: Mapping[int, Curve],
 ) -> JsonObject:
     """Predict the world sizes, choose one, and print all of it."""
-    from finetune.advise import candidates, launch, prediction, report, verdict
+    from finetune.advise import candidates, prediction, report, verdict
 
     assert base.measured is not None
     worlds = world_sizes(options, devices_here(machine), given)
@@ -159,7 +159,7 @@ def advise_configuration(
     settings = [candidates.PER_DEVICE, str(chosen.per_device)] if searched else []
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
     target = bench.script[:1] or ["-m", "finetune.train"]
-    plan = launch.plan(chosen.world_size, machine, arguments, target)
+    environment, line = launch(chosen.world_size, machine, arguments, target)
     one, weights = base.measured, base.master_weights
     notes = [f"Trained weights: {weights['kind']} ({weights['reason']})."] if weights else []
     advice = {
@@ -171,8 +171,8 @@ def advise_configuration(
         "parameters": one.parameters,
         "active_parameters": one.active_parameters,
         "trainable_parameters": one.trainable_parameters,
-        "environment": plan.environment,
-        "launch": plan.line,
+        "environment": environment,
+        "launch": line,
         "rows": [row.to_dict() for row in rows],
         "master_weights": base.master_weights,
         "longest_rows": base.longest_rows,

@@ -1,7 +1,13 @@
-"""The machine: how many of its devices a run can use, and warnings about it."""
+"""The machine: how many of its devices a run can use, warnings about it, and how to start a run on it."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
+from finetune.redact import redact_arguments
+from finetune.runtime import launch_lines
+from finetune.runtime.machine import nccl
 from finetune.runtime.machine.hardware import Hardware
 
 
@@ -41,3 +47,18 @@ def warnings(machine: Hardware) -> list[str]:
     if machine.device == "cuda" and "NVML" in machine.unknown:
         found.append(f"NVML is unavailable ({machine.unknown['NVML']}): links and other processes are unknown")
     return found
+
+
+def launch(
+    world: int, machine: Hardware, arguments: Sequence[str], target: Sequence[str] = ("-m", "finetune.train")
+) -> tuple[dict[str, str], str]:
+    """The environment and the launch line of `world` ranks on this machine.
+
+    Secrets among the arguments are masked, because the line is printed and written to files.
+    """
+    chosen = nccl.recommend_settings(machine) if world > 1 else ()
+    environment = {one.name: one.value for one in chosen}
+    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    how = launch_lines.user_command(world, on_cpu=machine.device == "cpu")
+    command = shlex.join([*how, *target, *redact_arguments(arguments)])
+    return environment, " ".join([*words, command])

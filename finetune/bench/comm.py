@@ -47,7 +47,9 @@ def measure(
     machine = machine or survey()
     check_world(world_size, machine)
     request = _request(sizes, machine, runs, steps, warm_up) | {"collectives": list(collectives)}
-    title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
+    title = f"collectives on {world_size} ranks"
+    if environment:
+        title += f", {' '.join(f'{name}={value}' for name, value in environment.items())}"
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     return _complete(found, world_size, machine, environment)
 
@@ -70,12 +72,8 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> JsonObje
 def _request(sizes: Sequence[int] | None, machine: Hardware, runs: int, steps: int, warm_up: int) -> JsonObject:
     """The input of `comm_rank.measure`."""
     measured = {"runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(COLLECTIVES)}
-    return measured | {"sizes": list(sizes or default_sizes(machine))}
-
-
-def default_sizes(machine: Hardware) -> list[int]:
-    """Bytes of the messages that are timed unless the user names some."""
-    return [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
+    usual = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
+    return measured | {"sizes": list(sizes or usual)}
 
 
 def _complete(
@@ -124,8 +122,3 @@ def communication_environment(environment: Mapping[str, str] | None) -> dict[str
     env = {**launch.DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
     shown = ("NCCL_", "GLOO_", "TORCH_NCCL_")
     return {name: env[name] for name in sorted(env) if name.startswith(shown) or name == "OMP_NUM_THREADS"}
-
-
-def show(environment: Mapping[str, str]) -> str:
-    """NAME=VALUE pairs, separated by spaces."""
-    return " ".join(f"{name}={value}" for name, value in environment.items())

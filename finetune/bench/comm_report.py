@@ -12,7 +12,7 @@ from finetune.bench.launch import default_world_sizes
 from finetune.errors import UserError
 from finetune.measure import measurements
 from finetune.runtime.command import console, print_line
-from finetune.runtime.machine.hardware import Hardware, survey, topology_line
+from finetune.runtime.machine.hardware import survey, topology_line
 from finetune.runtime.machine.nccl import recommend_settings
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
@@ -32,11 +32,15 @@ def run(options: argparse.Namespace) -> Iterator[JsonObject]:
     for gpu in machine.gpus or ():
         if gpu.other_processes:
             print_line(f"warning: GPU {gpu.index} is shared with other processes", style="yellow")
-    for one in recommend_settings(machine):
+    advised = recommend_settings(machine)
+    for one in advised:
         print_line(f"{one.name}={one.value}: {one.reason}")
+    environment = {one.name: one.value for one in advised}
     runs: list[JsonObject] = []
     for world in world_sizes:
-        runs.append(measure(options, world, machine))
+        runs.append(comm.measure(world, options.sizes, options.runs, options.steps, environment, machine=machine))
+        if options.sizes is None:  # a complete curve, which predictions for this machine use
+            measurements.save_comm(runs[-1], machine.name)
         show(runs[-1])
         yield runs[0] if len(runs) == 1 else {"kind": "comm", "runs": runs}
 
@@ -58,15 +62,6 @@ def across_machines(options: argparse.Namespace) -> JsonObject:
     if me.is_local_main and options.sizes is None:
         measurements.save_comm(found, found["hardware"]["name"])
     show(found)
-    return found
-
-
-def measure(options: argparse.Namespace, world: int, machine: Hardware) -> JsonObject:
-    """Measure one world size."""
-    advised = {one.name: one.value for one in recommend_settings(machine)}
-    found = comm.measure(world, options.sizes, options.runs, options.steps, advised, machine=machine)
-    if options.sizes is None:  # a complete curve, which predictions for this machine use
-        measurements.save_comm(found, machine.name)
     return found
 
 

@@ -18,7 +18,7 @@ from finetune.data.templates.spans import end_of_turn
 from finetune.engine.checkpoint.run_artifacts import TrainedModel
 from finetune.engine.model import generation_config
 from finetune.engine.model.generation import complete, end_tokens
-from finetune.errors import RunError, UserError
+from finetune.errors import RunError, UserError, cut
 from finetune.runtime.types import JsonObject, Model
 
 Messages = list[dict[str, str]]
@@ -158,7 +158,7 @@ class Generator:
         trained = self.as_trained and self.found.templated is False
         plain = f"no chat template{', as in training' if trained else ''}: each prompt is continued as it is"
         shape = plain if self.template is None else "chat template"
-        system = f"system message {_short(self.system)!r}; " if self.system else ""
+        system = f"system message {cut(self.system, 60)!r}; " if self.system else ""
         return f"{settings}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
     def facts(self) -> JsonObject:
@@ -257,8 +257,3 @@ def _generated(model: Model, prompts: Sequence[list[int]], settings: Any, furthe
         return complete(model, prompts, settings, **further)
     finally:
         model.generation_config = own
-
-
-def _short(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= 60 else f"{words[:57]}..."

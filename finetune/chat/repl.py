@@ -72,9 +72,10 @@ class Conversation:
 
     def respond(self, text: str) -> None:
         """Print the answer to a message. A message that is too long is reported and forgotten."""
-        asked = {side: self._appended(self.messages[side], text) for side in self.sides}
+        new = self.generator.opening(text)
+        opened = {side: [*said, new[-1]] if said else new for side, said in self.messages.items()}
         try:
-            encoded = {side: self.generator.encode(asked[side]) for side in self.sides}
+            encoded = {side: self.generator.encode(opened[side]) for side in self.sides}
             for ids in encoded.values():
                 self.generator.answer_limit(ids)
         except UserError as error:
@@ -90,16 +91,13 @@ class Conversation:
                 turn["base" if side == "base" else "answer"] = asdict(answer)
         screen.close()
         for side in self.sides:  # of an answer that was stopped: what has been shown
-            self.messages[side] = [*asked[side], {"role": "assistant", "content": screen.texts[side]}]
+            self.messages[side] = [*opened[side], {"role": "assistant", "content": screen.texts[side]}]
         self.turns.append(turn)
         for side in self.sides:
             shown = turn.get("base" if side == "base" else "answer")
             if shown is not None and not shown["finished"]:
                 whose = f"{side} " if len(self.sides) > 1 else ""
                 print_line(f"({whose}cut at {counted(shown['tokens'], 'token')}; {REMEDY})", style="yellow")
-
-    def _appended(self, said: Messages, text: str) -> Messages:
-        return [*said, {"role": "user", "content": text}] if said else self.generator.opening(text)
 
 
 class Streamer(TextStreamer):

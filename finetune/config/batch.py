@@ -89,7 +89,8 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
         raise UserError(_no_fit(training, ranks, global_batch_size, unit, all_fixed, fits))
     per_rank = global_batch_size // ranks
     if per_device is None:
-        per_device = per_rank // accumulation if accumulation else _largest_divisor(per_rank, most)
+        divisors = (size for size in range(1, most + 1) if per_rank % size == 0)
+        per_device = per_rank // accumulation if accumulation else max(divisors)
     return Batch(per_device=per_device, accumulation=per_rank // per_device, global_batch_size=global_batch_size)
 
 
@@ -113,10 +114,6 @@ def fixed_batch_arguments(training: TrainingConfig, world_size: int, data: DataC
         return []
     size = with_fixed_batch(training, world_size, data).global_batch_size
     return ["--training.global_batch_size", str(size), "--training.gradient_accumulation_steps", "null"]
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
 
 
 def _no_fit(

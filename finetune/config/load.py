@@ -553,8 +553,10 @@ def _unknown(section: str, key: str, nearest: str | None) -> str:
 
 
 def _nearest(key: str) -> str | None:
-    """The known name that was most likely meant: that of another tool's name or the most similar key of any section."""
-    names = {name.split(".")[1]: name for name in _known_names()} | arguments.FOREIGN
+    """The known name that was most likely meant: that of another tool's name or the most similar key of any section. Of
+    two that are equally similar, ours."""
+    extra = (f"training.{name}" for name in sft_fields() if _annotation("training", name) is not None)
+    names = {name.split(".")[1]: name for name in (*KEYS, *extra)} | arguments.FOREIGN
     nearest = _closest(key, list(names))
     return names[nearest] if nearest else None
 
@@ -571,11 +573,6 @@ def _closest(given: str, known: Sequence[str]) -> str | None:
 
 def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower().replace("-", "_"), other.lower().replace("-", "_")).ratio()
-
-
-def _known_names() -> list[str]:
-    """Ours first: of two names that are equally similar, the first is suggested."""
-    return [*KEYS, *(f"training.{name}" for name in sft_fields() if _annotation("training", name) is not None)]
 
 
 def _summary(name: str) -> str:

@@ -7,7 +7,7 @@ default cannot contradict anything. It yields the names it is about and a text: 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain
@@ -23,6 +23,7 @@ Rule = Callable[[Config, frozenset[str]], Contradictions]
 
 # The embedded demo brings its own.
 SOURCES = ("model.model_name_or_path", "data.train_file", "data.train", "data.dataset_name", "data.eval_file")
+HELD_OUT = ("data.eval_file", "data.eval", "data.eval_fraction")  # each chooses the held-out rows
 
 # Names in report_to, as in transformers (`INTEGRATION_TO_CALLBACK`), and what each needs: its module, its name for pip.
 TRACKERS = {
@@ -100,6 +101,11 @@ def contradictions(config: Config, given: frozenset[str]) -> list[Contradiction]
 def _is_default(config: Config, name: str) -> bool:
     section, key = name.split(".")
     return getattr(getattr(config, section), key) == DEFAULTS[name]
+
+
+def _changed(config: Config, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names whose values are not their defaults."""
+    return tuple(name for name in names if not _is_default(config, name))
 
 
 # Model and adapter --------------------------------------------------------------------------------------------------
@@ -198,12 +204,9 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Contradictions:
     """What only Unsloth's backend has."""
     if config.model.backend != "transformers":
         return
-    for name in ("model.loader", "model.loader_kwargs"):
-        if not _is_default(config, name):
-            yield (
-                (name, "model.backend"),
-                f"{name} applies to Unsloth's classes only. Remove it, or backend: transformers.",
-            )
+    for name in _changed(config, ("model.loader", "model.loader_kwargs")):
+        text = f"{name} applies to Unsloth's classes only. Remove it, or backend: transformers."
+        yield (name, "model.backend"), text
     if config.training.gradient_checkpointing == "unsloth":
         yield (
             ("model.backend", "training.gradient_checkpointing"),
@@ -279,8 +282,8 @@ def adapter(config: Config, given: frozenset[str]) -> Contradictions:
             ("model.full_finetuning", *lora_given),
             "full fine-tuning has no adapter. Remove full_finetuning or the `lora:` settings.",
         )
-    names = ("lora.target_parameters", "lora.bias", "lora.random_state", "lora.adapter_kwargs")
-    fixed = tuple(name for name in names if not _is_default(config, name))
+    shape = ("lora.target_parameters", "lora.bias", "lora.random_state", "lora.adapter_kwargs")
+    fixed = _changed(config, shape)
     if config.lora.continue_adapter and fixed:
         yield (
             ("lora.continue_adapter", *fixed),
@@ -315,7 +318,7 @@ def adapter_modules(config: Config, given: frozenset[str]) -> Contradictions:
 def training_data(config: Config, given: frozenset[str]) -> Contradictions:
     """A model needs training data from one source, and the demo brings its own."""
     data, sources = config.data, ("data.train_file", "data.dataset_name", "data.train")
-    named = tuple(name for name in sources if not _is_default(config, name))
+    named = _changed(config, sources)
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} name the training data. Keep one."
     if config.demo:
@@ -347,13 +350,12 @@ def mixtures(config: Config, given: frozenset[str]) -> Contradictions:
 
 def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:
     """Evaluation rows come from one source, and eval_steps needs one."""
-    sources = ("data.eval_file", "data.eval", "data.eval_fraction")
-    named = tuple(name for name in sources if not _is_default(config, name))
+    named = _changed(config, HELD_OUT)
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} choose the held-out rows. Keep one."
     if config.training.eval_steps > 0 and not (config.demo or named):
         yield (
-            ("training.eval_steps", *sources),
+            ("training.eval_steps", *HELD_OUT),
             "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction.",
         )
 
@@ -409,14 +411,13 @@ def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
             f"strftime_now is today's date for the template: {error}. Set it to a date, such as 2026-01-31.",
         )
     names = ("data.train_on_roles", "data.train_on_tool_calls", "data.train_on_thinking")
-    chosen = tuple(name for name in names if not _is_default(config, name))
+    chosen = _changed(config, names)
     if chosen and not data.assistant_only_loss:
         yield (
             (*chosen, "data.assistant_only_loss"),
             "assistant_only_loss: false computes the loss on all messages. Keep one.",
         )
-    if not _is_default(config, "data.chat_template_kwargs"):
-        chosen += ("data.chat_template_kwargs",)
+    chosen += _changed(config, ["data.chat_template_kwargs"])
     texts = {"data.format": data.format in ("text", "document"), "data.response_part": data.response_part is not None}
     of_text = tuple(name for name, is_set in texts.items() if is_set)
     if chosen and of_text:
@@ -464,8 +465,12 @@ def run_length(config: Config, given: frozenset[str]) -> Contradictions:
         yield lengths, "both set the length of the run. Keep one (max_steps: -1 is off)."
 
 
+FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")  # schedules
+
+
 def best_model(config: Config, given: frozenset[str]) -> Contradictions:
-    """The best model and early stopping need evaluations during training, and their details need one of them."""
+    """The best model, early stopping and a schedule that follows evaluations need them during training, and their
+    details need one of them."""
     training = config.training
     names = ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
     asking = tuple(f"training.{name}" for name in names if getattr(training, name))
@@ -479,6 +484,12 @@ def best_model(config: Config, given: frozenset[str]) -> Contradictions:
         yield (
             ("training.early_stopping_threshold", "training.early_stopping_patience"),
             "early_stopping_threshold has no effect without early_stopping_patience. Set both, or remove it.",
+        )
+    if training.lr_scheduler_type in FOLLOWS_LOSS and training.eval_steps == 0:
+        yield (
+            ("training.lr_scheduler_type", "training.eval_steps"),
+            f"{training.lr_scheduler_type} follows the held-out loss during training, and eval_steps is 0. Set"
+            " training.eval_steps, and data.eval_file or data.eval_fraction.",
         )
 
 
@@ -519,11 +530,9 @@ def user_code(config: Config, given: frozenset[str]) -> Contradictions:
             ("logging.metric", "logging.generate_samples"),
             "the metric scores answers, and generate_samples is 0. Set logging.generate_samples.",
         )
-    sources = ("data.eval_file", "data.eval", "data.eval_fraction")
-    held_out = config.demo or not all(_is_default(config, name) for name in sources)
-    if logging.metric and not held_out:
+    if logging.metric and not (config.demo or _changed(config, HELD_OUT)):
         yield (
-            ("logging.metric", *sources),
+            ("logging.metric", *HELD_OUT),
             "the metric scores answers to held-out prompts, and no rows are held out. Set data.eval_file or"
             " data.eval_fraction.",
         )
@@ -643,20 +652,6 @@ def ranges(config: Config, given: frozenset[str]) -> Contradictions:
             yield (f"training.{key}",), f"must be at least {lowest}{most}, got {value}."
 
 
-FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
-
-
-def schedule(config: Config, given: frozenset[str]) -> Contradictions:
-    """A schedule that follows evaluations needs them."""
-    training = config.training
-    if training.lr_scheduler_type in FOLLOWS_LOSS and training.eval_steps == 0:
-        yield (
-            ("training.lr_scheduler_type", "training.eval_steps"),
-            f"{training.lr_scheduler_type} follows the held-out loss during training, and eval_steps is 0. Set"
-            " training.eval_steps, and data.eval_file or data.eval_fraction.",
-        )
-
-
 # Optimizers that can round stochastically: torchao's, and torch's AdamW in torchao's form.
 STOCHASTIC_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit")
 
@@ -685,27 +680,33 @@ def master_weights(config: Config, given: frozenset[str]) -> Contradictions:
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd")
 
 
+def transformers_only(config: Config, given: frozenset[str]) -> Contradictions:
+    """What only the transformers backend has: a sharded model, and GPUs that share rows."""
+    training = config.training
+    needs = {"training.strategy": "a sharded model is trained"} if training.strategy == "shard" else {}
+    needs |= {"training.context_parallel": "rows are shared"} if training.context_parallel > 1 else {}
+    for key, what in needs.items():
+        if config.model.backend == "unsloth":
+            yield (
+                (key, "model.backend"),
+                f"{what} with the transformers backend. Set backend to auto or transformers.",
+            )
+        if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
+            yield (
+                (key, "training.gradient_checkpointing"),
+                f'{what} with the transformers backend, which has no "unsloth" checkpointing. Set'
+                " gradient_checkpointing to offload, true, selective or false.",
+            )
+
+
 def sharding(config: Config, given: frozenset[str]) -> Contradictions:
     """What a sharded model cannot be or have."""
     model, lora, training = config.model, config.lora, config.training
     if training.strategy != "shard":
-        if not _is_default(config, "training.shard_reduce"):
-            yield (
-                ("training.shard_reduce", "training.strategy"),
-                "shard_reduce applies only to a sharded model. Set strategy: shard, or remove it.",
-            )
+        for name in _changed(config, ["training.shard_reduce"]):
+            text = "shard_reduce applies only to a sharded model. Set strategy: shard, or remove it."
+            yield (name, "training.strategy"), text
         return
-    if model.backend == "unsloth":
-        yield (
-            ("training.strategy", "model.backend"),
-            "a sharded model is trained with the transformers backend. Set backend to auto or transformers.",
-        )
-    if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
-        yield (
-            ("training.strategy", "training.gradient_checkpointing"),
-            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to offload, true, selective or '
-            "false.",
-        )
     if model.dtype == "float16":
         yield (
             ("training.strategy", "model.dtype"),
@@ -746,16 +747,6 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
     model, training, key = config.model, config.training, "training.context_parallel"
     if training.context_parallel == 1:
         return
-    if model.backend == "unsloth":
-        yield (
-            (key, "model.backend"),
-            "rows are shared with the transformers backend. Set backend to auto or transformers.",
-        )
-    if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
-        yield (
-            (key, "training.gradient_checkpointing"),
-            'the transformers backend has no "unsloth" checkpointing. Set gradient_checkpointing to true or offload.',
-        )
     if training.strategy in ("auto", "single"):
         yield (
             (key, "training.strategy"),
@@ -795,7 +786,6 @@ RULES: tuple[Rule, ...] = (
     optimizer,
     checkpointing,
     ranges,
-    schedule,
     master_weights,
     run_length,
     best_model,
@@ -803,6 +793,7 @@ RULES: tuple[Rule, ...] = (
     user_code,
     output_folder,
     batch_size,
+    transformers_only,
     sharding,
     context_parallelism,
 )

@@ -50,7 +50,7 @@ def _arrow_converter(kind: pa.DataType, metadata: Mapping[bytes, bytes] | None) 
 
     name = getattr(kind, "extension_name", None) or (metadata or {}).get(b"ARROW:extension:name", b"").decode()
     if name == "arrow.json":
-        return _decode_json
+        return lambda value: json.loads(value) if isinstance(value, str) else value
     if pa.types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
         return _struct_converter({field.name: _arrow_converter(field.type, field.metadata) for field in fields})
@@ -66,10 +66,6 @@ def _feature_converter(feature: object) -> Convert | None:
         return _list_converter(_feature_converter(feature[0]))
     inner = getattr(feature, "feature", None)  # List, LargeList and Sequence
     return None if inner is None else _list_converter(_feature_converter(inner))
-
-
-def _decode_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def _struct_converter(fields: Mapping[str, Convert | None]) -> Convert:

@@ -87,23 +87,13 @@ class Ledger:
 
     def to_dict(self) -> JsonObject:
         """As stored in the cache, run.json and the --json output."""
-        return {
-            "rows_read": self.rows_read,
-            "rows_kept": self.rows_kept,
-            "dropped": dict(self.dropped),
-            "examples": self.examples,
-            "notes": dict(self.notes),
-            "truncated": self.truncated,
-            "split": self.split,
-            "duplicates": self.duplicates,
-            "templated": self.templated,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "largest": self.largest,
-            "sources": [{"name": name, **asdict(counts)} for name, counts in self.sources.items()],
-            "length_histogram": dict(zip([*map(str, BUCKETS), "longer"], self.histogram, strict=True)),
-            **({} if self.leaked is None else {"leaked": self.leaked}),
-        }
+        found = {**vars(self), "dropped": dict(self.dropped), "notes": dict(self.notes)}
+        found["sources"] = [{"name": name, **asdict(counts)} for name, counts in self.sources.items()]
+        names = [*map(str, BUCKETS), "longer"]
+        found["length_histogram"] = dict(zip(names, found.pop("histogram"), strict=True))
+        if self.leaked is None:
+            del found["leaked"]
+        return found
 
 
 def examples(ledgers: dict[str, JsonObject], remedies: Mapping[str, str]) -> list[str]:

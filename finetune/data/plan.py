@@ -35,7 +35,7 @@ class Plan:
     group_by_length: draw the rows of a step among rows of similar length, for less padding. A step is then not a
                    random sample of the data, which costs held-out loss. False: all orders are equally likely.
 
-    Raises UserError for no rows or an impossible batch size; ValueError for arrays of inconsistent shapes.
+    Raises UserError for no rows.
     """
 
     costs: np.ndarray
@@ -48,16 +48,6 @@ class Plan:
     _cache: dict[str, tuple[tuple[int, ...], np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise UserError(f"global_batch_size is {self.global_batch_size}; it must be at least 1")
-        arrays = {"costs": self.costs, "label_tokens": self.label_tokens}
-        if self.lengths is not None:
-            arrays["lengths"] = self.lengths
-        for name, values in arrays.items():
-            if np.shape(values) != (self.n_rows,):
-                raise ValueError(f"{name} has shape {np.shape(values)}; expected ({self.n_rows},), one per row")
-            if self.n_rows and not (np.isfinite(values).all() and np.min(values) >= 0):
-                raise ValueError(f"{name} holds values that are negative or not finite")
         if not self.n_rows:
             raise UserError(
                 "The data has no rows to train on. Run `finetune prepare` to see which rows were dropped and why."
@@ -125,8 +115,6 @@ class Plan:
 
     def _order(self, epoch: int) -> np.ndarray:
         """All rows in the order of an epoch, int64 [n_rows]; step k is the k-th slice of global_batch_size."""
-        if epoch < 0:
-            raise IndexError(f"epoch is {epoch}; the first is 0")
         return self._cached("order", (epoch,), lambda: self._shuffle(epoch))
 
     def _shuffle(self, epoch: int) -> np.ndarray:

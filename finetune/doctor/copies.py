@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import describe
@@ -22,10 +22,6 @@ class Copied:
     sent: int
     wrong: int | None
     error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def compare(devices: Sequence[str], send: Callable[[str, str, Any], Any] | None = None) -> list[Copied]:

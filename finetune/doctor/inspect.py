@@ -170,7 +170,7 @@ def inspect_devices() -> JsonObject:
         "topology": [asdict(link) for link in machine.links or ()],
         "topology_line": hardware.topology_line(machine),
         "differences": list(machine.differences),
-        "copies": [one.to_dict() for one in copies.compare(working)],
+        "copies": [asdict(one) for one in copies.compare(working)],
         "unknown": unknown,
     }
 

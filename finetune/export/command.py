@@ -106,15 +106,12 @@ def check_options(options: argparse.Namespace) -> None:
     for flag in ("to", "out"):
         if getattr(options, flag) is None:
             raise UserError(f"export needs --{flag}. See finetune export --help.")
-    form = options.to
-    for flag in ("gguf-type", "llama-cpp"):
-        if getattr(options, flag.replace("-", "_")) and form != "gguf":
-            raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
     files.check_name(options.out, "--out")
-    for flag in ("dtype", "shard-size"):
-        if getattr(options, flag.replace("-", "_")) and form != "merged":
-            instead = "--gguf-type" if form == "gguf" and flag == "dtype" else "--to merged"
-            raise UserError(f"--{flag} is for merged models: got {form}. Remove it, or use {instead}.")
+    for flag, form in {"gguf-type": "gguf", "llama-cpp": "gguf", "dtype": "merged", "shard-size": "merged"}.items():
+        if getattr(options, flag.replace("-", "_")) and options.to != form:
+            instead = "--gguf-type" if options.to == "gguf" and flag == "dtype" else f"--to {form}"
+            what = {"gguf": "GGUF files", "merged": "merged models"}[form]
+            raise UserError(f"--{flag} is for {what}: got --to {options.to}. Remove it, or use {instead}.")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())

@@ -65,7 +65,7 @@ REENTRANT = "{use_reentrant: true}"
         ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "Keep one"),
         ([*MODEL, *SHARED, "--model.backend", "unsloth"], "with the transformers backend"),
         ([*MODEL, *INVOKED], "PEFT looks for them once per row of a batch"),
-        ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to true"),
+        ([*MODEL, *SHARED, "--training.gradient_checkpointing", "unsloth"], "Set gradient_checkpointing to offload"),
         ([*MODEL, *SHARED, "--training.strategy", "auto"], "strategy auto places whole rows"),
         ([*MODEL, *SHARED, "--model.attn_implementation", "eager"], "replaces the model's attention implementation"),
         ([*MODEL, *SHARED, "--training.torch_compile", "true"], "the exchange between GPUs is not compiled"),

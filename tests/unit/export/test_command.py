@@ -100,8 +100,13 @@ def test_options_that_do_not_fit(run_folder: Path, tmp_path: Path, capsys: pytes
         (): "export needs --to",
         ("--to", "hub"): "expected adapter, merged or gguf",
         ("--to", "merged", "--gguf-type", "f16"): "--gguf-type is for GGUF files",
-        ("--to", "adapter", "--shard-size", "1"): "--shard-size is for merged models: got adapter",
-        ("--to", "gguf", "--dtype", "float32"): "--dtype is for merged models: got gguf. Remove it, or use --gguf-type",
+        ("--to", "adapter", "--shard-size", "1"): "--shard-size is for merged models: got --to adapter",
+        (
+            "--to",
+            "gguf",
+            "--dtype",
+            "float32",
+        ): "merged models: got --to gguf. Remove it, or use --gguf-type",
         ("--to", "merged", "--dtype", "float16"): "expected bfloat16 or float32",
         ("--to", "merged", "--shard-size", "0"): "expected a size in GB",
     }.items():
