@@ -116,20 +116,14 @@ def precision(config: Config, given: frozenset[str]) -> Contradictions:
     model = config.model
     kinds = ("load_in_4bit", "load_in_8bit", "load_in_fp8", "full_finetuning")
     if len(chosen := [name for name in kinds if getattr(model, name)]) > 1:
-        yield (
-            tuple(f"model.{name}" for name in chosen),
-            f"{' and '.join(chosen)} exclude each other: weights are held in one form. Keep one.",
-        )
+        text = f"{' and '.join(chosen)} exclude each other: weights are held in one form. Keep one."
+        yield tuple(f"model.{name}" for name in chosen), text
     if model.load_in_fp8 and model.dtype == "float16":
-        yield (
-            ("model.load_in_fp8", "model.dtype"),
-            "products of FP8 weights are written in bfloat16. Set model.dtype to bfloat16 or auto.",
-        )
+        text = "products of FP8 weights are written in bfloat16. Set model.dtype to bfloat16 or auto."
+        yield ("model.load_in_fp8", "model.dtype"), text
     if model.load_in_8bit and config.lora.adapter_kwargs.get("use_dora"):
-        yield (
-            ("model.load_in_8bit", "lora.adapter_kwargs"),
-            "PEFT's DoRA loses the scales of 8-bit weights after one pass. Set load_in_4bit instead, or no use_dora.",
-        )
+        text = "PEFT's DoRA loses the scales of 8-bit weights after one pass. Set load_in_4bit instead, or no use_dora."
+        yield ("model.load_in_8bit", "lora.adapter_kwargs"), text
 
 
 OFFLOAD, SELECTIVE = "offload", "selective"  # values of training.gradient_checkpointing
@@ -278,38 +272,28 @@ def adapter(config: Config, given: frozenset[str]) -> Contradictions:
     """Full fine-tuning has no adapter; an adapter that is continued keeps its shape."""
     lora_given = tuple(sorted(name for name in given if name.startswith("lora.")))
     if config.model.full_finetuning and lora_given:
-        yield (
-            ("model.full_finetuning", *lora_given),
-            "full fine-tuning has no adapter. Remove full_finetuning or the `lora:` settings.",
-        )
+        text = "full fine-tuning has no adapter. Remove full_finetuning or the `lora:` settings."
+        yield ("model.full_finetuning", *lora_given), text
     shape = ("lora.target_parameters", "lora.bias", "lora.random_state", "lora.adapter_kwargs")
     fixed = _changed(config, shape)
     if config.lora.continue_adapter and fixed:
-        yield (
-            ("lora.continue_adapter", *fixed),
-            "continue_adapter keeps the adapter as it was created. Remove the other settings.",
-        )
+        text = "continue_adapter keeps the adapter as it was created. Remove the other settings."
+        yield ("lora.continue_adapter", *fixed), text
 
 
 def adapter_modules(config: Config, given: frozenset[str]) -> Contradictions:
     """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
     lora = config.lora
     if lora.target_modules is not None and not lora.target_modules and not lora.target_parameters:
-        yield (
-            ("lora.target_modules",),
-            "must not be empty, unless lora.target_parameters names what has the adapter.",
-        )
+        text = "must not be empty, unless lora.target_parameters names what has the adapter."
+        yield ("lora.target_modules",), text
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or []
     if both := [name for name in targets if name in (lora.modules_to_save or ())]:
-        yield (
-            ("lora.target_modules", "lora.modules_to_save"),
-            f"{', '.join(both)} would have an adapter and be trained in full. Keep one.",
-        )
+        text = f"{', '.join(both)} would have an adapter and be trained in full. Keep one."
+        yield ("lora.target_modules", "lora.modules_to_save"), text
     elif config.model.backend == "transformers" and any(str(name).split(".")[-1] == "lm_head" for name in targets):
-        yield (
-            ("lora.target_modules",),
-            "the loss reads the weights of lm_head, past an adapter. Name it in lora.modules_to_save, or remove it.",
-        )
+        text = "the loss reads the weights of lm_head, past an adapter. Name it in lora.modules_to_save, or remove it."
+        yield ("lora.target_modules",), text
 
 
 # Data ---------------------------------------------------------------------------------------------------------------
@@ -325,15 +309,11 @@ def training_data(config: Config, given: frozenset[str]) -> Contradictions:
         if own := tuple(name for name in SOURCES if name in given):
             yield own, "--demo brings its own model and data. Remove it, or these settings."
     elif config.model.model_name_or_path is not None and not named:
-        yield (
-            ("model.model_name_or_path", *sources),
-            "there is no training data for the model. Set data.train_file, data.dataset_name or data.train.",
-        )
+        text = "there is no training data for the model. Set data.train_file, data.dataset_name or data.train."
+        yield ("model.model_name_or_path", *sources), text
     if data.columns and data.dataset_text_field != "text":
-        yield (
-            ("data.columns", "data.dataset_text_field"),
-            "both name the columns of the rows. Keep one.",
-        )
+        text = "both name the columns of the rows. Keep one."
+        yield ("data.columns", "data.dataset_text_field"), text
 
 
 def mixtures(config: Config, given: frozenset[str]) -> Contradictions:
@@ -354,30 +334,22 @@ def held_out_rows(config: Config, given: frozenset[str]) -> Contradictions:
     if len(named) > 1:
         yield named, f"{'both' if len(named) == 2 else 'all'} choose the held-out rows. Keep one."
     if config.training.eval_steps > 0 and not (config.demo or named):
-        yield (
-            ("training.eval_steps", *HELD_OUT),
-            "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction.",
-        )
+        text = "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction."
+        yield ("training.eval_steps", *HELD_OUT), text
 
 
 def loss_mask(config: Config, given: frozenset[str]) -> Contradictions:
     """Which tokens are trained on."""
     data = config.data
     if data.last_turn_only and not data.assistant_only_loss:
-        yield (
-            ("data.last_turn_only", "data.assistant_only_loss"),
-            "last_turn_only selects one of the assistant's turns. Set assistant_only_loss: true, or remove it.",
-        )
+        text = "last_turn_only selects one of the assistant's turns. Set assistant_only_loss: true, or remove it."
+        yield ("data.last_turn_only", "data.assistant_only_loss"), text
     if data.instruction_part is not None and data.response_part is None:
-        yield (
-            ("data.instruction_part", "data.response_part"),
-            "instruction_part needs a response_part. Set both.",
-        )
+        text = "instruction_part needs a response_part. Set both."
+        yield ("data.instruction_part", "data.response_part"), text
     if data.response_part == "auto" and data.instruction_part is not None:
-        yield (
-            ("data.response_part", "data.instruction_part"),
-            "response_part: auto finds both markers in the chat template. Set both markers, or auto alone.",
-        )
+        text = "response_part: auto finds both markers in the chat template. Set both markers, or auto alone."
+        yield ("data.response_part", "data.instruction_part"), text
     if data.response_part is not None and data.format not in ("auto", "text", "document"):
         yield (
             ("data.response_part", "data.format"),
@@ -385,10 +357,8 @@ def loss_mask(config: Config, given: frozenset[str]) -> Contradictions:
             " response_part and instruction_part, or set data.format to text.",
         )
     if data.response_part is not None and not data.assistant_only_loss:
-        yield (
-            ("data.response_part", "data.assistant_only_loss"),
-            "response_part selects the tokens to train on, and assistant_only_loss: false selects all. Keep one.",
-        )
+        text = "response_part selects the tokens to train on, and assistant_only_loss: false selects all. Keep one."
+        yield ("data.response_part", "data.assistant_only_loss"), text
 
 
 def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
@@ -399,24 +369,18 @@ def trained_messages(config: Config, given: frozenset[str]) -> Contradictions:
         yield ("data.train_on_roles",), f"unknown role {', '.join(map(repr, unknown))}. Set roles out of {known}."
     reserved = sorted(RESERVED_VARIABLES & data.chat_template_kwargs.keys())
     if reserved:
-        yield (
-            ("data.chat_template_kwargs",),
-            f"{', '.join(map(repr, reserved))} cannot be set here: the rows and this program set it. Remove it.",
-        )
+        text = f"{', '.join(map(repr, reserved))} cannot be set here: the rows and this program set it. Remove it."
+        yield ("data.chat_template_kwargs",), text
     try:
         datetime.fromisoformat(str(data.chat_template_kwargs.get("strftime_now", "2026-01-01")))
     except ValueError as error:
-        yield (
-            ("data.chat_template_kwargs",),
-            f"strftime_now is today's date for the template: {error}. Set it to a date, such as 2026-01-31.",
-        )
+        text = f"strftime_now is today's date for the template: {error}. Set it to a date, such as 2026-01-31."
+        yield ("data.chat_template_kwargs",), text
     names = ("data.train_on_roles", "data.train_on_tool_calls", "data.train_on_thinking")
     chosen = _changed(config, names)
     if chosen and not data.assistant_only_loss:
-        yield (
-            (*chosen, "data.assistant_only_loss"),
-            "assistant_only_loss: false computes the loss on all messages. Keep one.",
-        )
+        text = "assistant_only_loss: false computes the loss on all messages. Keep one."
+        yield (*chosen, "data.assistant_only_loss"), text
     chosen += _changed(config, ["data.chat_template_kwargs"])
     texts = {"data.format": data.format in ("text", "document"), "data.response_part": data.response_part is not None}
     of_text = tuple(name for name, is_set in texts.items() if is_set)
@@ -434,15 +398,11 @@ def packing(config: Config, given: frozenset[str]) -> Contradictions:
             " max_length, or remove over_length.",
         )
     if data.packing and data.document_length is None:
-        yield (
-            ("data.max_length", "data.packing"),
-            "packing needs a length, and max_length is null. Set data.pack_length.",
-        )
+        text = "packing needs a length, and max_length is null. Set data.pack_length."
+        yield ("data.max_length", "data.packing"), text
     if data.packing and config.training.train_sampling_strategy == "group_by_length":
-        yield (
-            ("training.train_sampling_strategy", "data.packing"),
-            "group_by_length reduces padding, and packs have none. Remove it, or set packing: false.",
-        )
+        text = "group_by_length reduces padding, and packs have none. Remove it, or set packing: false."
+        yield ("training.train_sampling_strategy", "data.packing"), text
     if data.pack_length is None:
         return
     if not data.packing:
@@ -481,10 +441,8 @@ def best_model(config: Config, given: frozenset[str]) -> Contradictions:
             " and data.eval_file or data.eval_fraction.",
         )
     if training.early_stopping_threshold > 0 and training.early_stopping_patience is None:
-        yield (
-            ("training.early_stopping_threshold", "training.early_stopping_patience"),
-            "early_stopping_threshold has no effect without early_stopping_patience. Set both, or remove it.",
-        )
+        text = "early_stopping_threshold has no effect without early_stopping_patience. Set both, or remove it."
+        yield ("training.early_stopping_threshold", "training.early_stopping_patience"), text
     if training.lr_scheduler_type in FOLLOWS_LOSS and training.eval_steps == 0:
         yield (
             ("training.lr_scheduler_type", "training.eval_steps"),
@@ -526,10 +484,8 @@ def user_code(config: Config, given: frozenset[str]) -> Contradictions:
             " (Code that comes with a model is model.trust_remote_code.)",
         )
     if logging.metric and logging.generate_samples == 0:
-        yield (
-            ("logging.metric", "logging.generate_samples"),
-            "the metric scores answers, and generate_samples is 0. Set logging.generate_samples.",
-        )
+        text = "the metric scores answers, and generate_samples is 0. Set logging.generate_samples."
+        yield ("logging.metric", "logging.generate_samples"), text
     if logging.metric and not (config.demo or _changed(config, HELD_OUT)):
         yield (
             ("logging.metric", *HELD_OUT),
@@ -541,15 +497,11 @@ def user_code(config: Config, given: frozenset[str]) -> Contradictions:
 def output_folder(config: Config, given: frozenset[str]) -> Contradictions:
     """Resume or overwrite."""
     if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
-        yield (
-            ("training.resume_from_checkpoint", "training.overwrite_output_dir"),
-            "the first continues a run, the second discards what is in output_dir. Keep one.",
-        )
+        text = "the first continues a run, the second discards what is in output_dir. Keep one."
+        yield ("training.resume_from_checkpoint", "training.overwrite_output_dir"), text
     if config.training.resume_with_changes and not config.training.resume_from_checkpoint:
-        yield (
-            ("training.resume_with_changes", "training.resume_from_checkpoint"),
-            "resume_with_changes needs a checkpoint to resume from. Set resume_from_checkpoint, or remove it.",
-        )
+        text = "resume_with_changes needs a checkpoint to resume from. Set resume_from_checkpoint, or remove it."
+        yield ("training.resume_with_changes", "training.resume_from_checkpoint"), text
 
 
 def batch_size(config: Config, given: frozenset[str]) -> Contradictions:
@@ -629,10 +581,8 @@ def checkpointing(config: Config, given: frozenset[str]) -> Contradictions:
         elif name not in CHECKPOINTING:
             yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
     if arguments.get("use_reentrant") and kind in (OFFLOAD, SELECTIVE, AUTO):
-        yield (
-            (key, "training.gradient_checkpointing"),
-            f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant.",
-        )
+        text = f"gradient_checkpointing {kind} needs use_reentrant: false. Remove use_reentrant."
+        yield (key, "training.gradient_checkpointing"), text
     found = config.training.leaves_activations_open or kind in checkpointing_kinds("unsloth")
     if config.model.backend == "unsloth" and not found:
         other = "unsloth, which offloads in Unsloth's own way" if kind == OFFLOAD else "true or unsloth"
@@ -665,15 +615,11 @@ def master_weights(config: Config, given: frozenset[str]) -> Contradictions:
             f"float16 gradients need float32 weights, and master_weights is {training.master_weights}. Set it to auto.",
         )
     if training.master_weights == "stochastic" and config.model.dtype == "float32":
-        yield (
-            ("training.master_weights", "model.dtype"),
-            "float32 weights are not rounded. Remove master_weights: stochastic, or set dtype: bfloat16.",
-        )
+        text = "float32 weights are not rounded. Remove master_weights: stochastic, or set dtype: bfloat16."
+        yield ("training.master_weights", "model.dtype"), text
     if training.master_weights == "stochastic" and training.optim not in STOCHASTIC_OPTIMIZERS:
-        yield (
-            ("training.master_weights", "training.optim"),
-            f"optim {training.optim} cannot round stochastically. Set one of {', '.join(STOCHASTIC_OPTIMIZERS)}.",
-        )
+        text = f"optim {training.optim} cannot round stochastically. Set one of {', '.join(STOCHASTIC_OPTIMIZERS)}."
+        yield ("training.master_weights", "training.optim"), text
 
 
 # Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
@@ -687,10 +633,8 @@ def transformers_only(config: Config, given: frozenset[str]) -> Contradictions:
     needs |= {"training.context_parallel": "rows are shared"} if training.context_parallel > 1 else {}
     for key, what in needs.items():
         if config.model.backend == "unsloth":
-            yield (
-                (key, "model.backend"),
-                f"{what} with the transformers backend. Set backend to auto or transformers.",
-            )
+            text = f"{what} with the transformers backend. Set backend to auto or transformers."
+            yield (key, "model.backend"), text
         if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
             yield (
                 (key, "training.gradient_checkpointing"),
@@ -708,16 +652,12 @@ def sharding(config: Config, given: frozenset[str]) -> Contradictions:
             yield (name, "training.strategy"), text
         return
     if model.dtype == "float16":
-        yield (
-            ("training.strategy", "model.dtype"),
-            "float16 needs a loss scale that all shards share, which is not supported. Set dtype to bfloat16.",
-        )
+        text = "float16 needs a loss scale that all shards share, which is not supported. Set dtype to bfloat16."
+        yield ("training.strategy", "model.dtype"), text
     for name in ("load_in_8bit", "load_in_fp8"):
         if getattr(model, name):
-            yield (
-                ("training.strategy", f"model.{name}"),
-                f"sharding {name} weights is not supported. Remove it, set load_in_4bit, or set strategy to ddp.",
-            )
+            text = f"sharding {name} weights is not supported. Remove it, set load_in_4bit, or set strategy to ddp."
+            yield ("training.strategy", f"model.{name}"), text
     if lora.modules_to_save:
         yield (
             ("training.strategy", "lora.modules_to_save"),
@@ -726,20 +666,16 @@ def sharding(config: Config, given: frozenset[str]) -> Contradictions:
         )
     for name, harmless in (("use_dora", (False,)), ("init_lora_weights", (True, False, "gaussian"))):
         if lora.adapter_kwargs.get(name, harmless[0]) not in harmless:
-            yield (
-                ("training.strategy", "lora.adapter_kwargs"),
-                f"{name} computes with the whole base weights, which no rank has. Remove it, or set strategy to ddp.",
-            )
+            text = f"{name} computes with the whole base weights, which no rank has. Remove it, or set strategy to ddp."
+            yield ("training.strategy", "lora.adapter_kwargs"), text
     if training.optim not in SHARDED_OPTIMIZERS:
         yield (
             ("training.strategy", "training.optim"),
             f"optim {training.optim} is not supported on a sharded model. Set one of {', '.join(SHARDED_OPTIMIZERS)}.",
         )
     if "block_size" in str(training.extra.get("optim_args")):
-        yield (
-            ("training.strategy", "training.optim_args"),
-            "the checkpoints of a sharded model have 8-bit states in blocks of 256. Remove block_size.",
-        )
+        text = "the checkpoints of a sharded model have 8-bit states in blocks of 256. Remove block_size."
+        yield ("training.strategy", "training.optim_args"), text
 
 
 def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions:
@@ -748,20 +684,14 @@ def context_parallelism(config: Config, given: frozenset[str]) -> Contradictions
     if training.context_parallel == 1:
         return
     if training.strategy in ("auto", "single"):
-        yield (
-            (key, "training.strategy"),
-            f"strategy {training.strategy} places whole rows on each GPU. Set it to ddp, shard or null.",
-        )
+        text = f"strategy {training.strategy} places whole rows on each GPU. Set it to ddp, shard or null."
+        yield (key, "training.strategy"), text
     if model.attn_implementation is not None:
-        yield (
-            (key, "model.attn_implementation"),
-            "context parallelism replaces the model's attention implementation. Remove attn_implementation.",
-        )
+        text = "context parallelism replaces the model's attention implementation. Remove attn_implementation."
+        yield (key, "model.attn_implementation"), text
     if training.extra.get("torch_compile"):
-        yield (
-            (key, "training.torch_compile"),
-            "the exchange between GPUs is not compiled. Remove torch_compile, or set context_parallel to 1.",
-        )
+        text = "the exchange between GPUs is not compiled. Remove torch_compile, or set context_parallel to 1."
+        yield (key, "training.torch_compile"), text
     if training.extra.get("neftune_noise_alpha"):
         yield (
             (key, "training.neftune_noise_alpha"),

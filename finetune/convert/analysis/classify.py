@@ -83,17 +83,11 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     if sum(trainings(statement.node, others) for statement in notebook.statements if not statement.is_dead) > 1:
         listed = "; ".join(f"cell {cell}: `{ast.unparse(call)[:60]}`" for cell, call in trains[:6])
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
-        raise Refusal(
-            "R2",
-            f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes)}",
-            trains[-1][0],
-        )
+        reason = f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes)}"
+        raise Refusal("R2", reason, trains[-1][0])
     if "UnslothTrainer" in names:
-        raise Refusal(
-            "R1",
-            "UnslothTrainer uses separate learning rates for parts of the model; only SFTTrainer is supported",
-            cells.get("UnslothTrainer"),
-        )
+        reason = "UnslothTrainer uses separate learning rates for parts of the model; only SFTTrainer is supported"
+        raise Refusal("R1", reason, cells.get("UnslothTrainer"))
     for cell, node in nodes:
         if (
             isinstance(node, ast.keyword)
