@@ -422,17 +422,11 @@ def with_current_names(
     old = {name: one for name, one in rows(of).items() if one.now is not None and name in given}
     found = {name: value for name, value in given.items() if name not in old}
     for name, one in old.items():
-        note(describe_former(name, of))
+        note(f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.left_out}")
         value = one.sets[bool(given[name])][1] if one.sets else given[name]
         if one.now and value is not None and found.get(one.now) in (None, 0):
             found[one.now] = value
     return found
-
-
-def describe_former(name: str, of: str = CONFIG) -> str:
-    """What became of a former name."""
-    one = rows(of)[name]
-    return f"`{name}` is `{one.now}` now" if one.now else f"`{name}` is left out: {one.reason or one.left_out}"
 
 
 def key_set_by(name: str, value: object) -> tuple[str, Any] | None:

@@ -281,7 +281,9 @@ def safe_on_ranks(script: str) -> None:
         name, last = ast.unparse(node.func), method(node)
         if last.startswith("push_to_hub"):
             raise NotVerified("V3", f"line {node.lineno}: {last} is called")
-        if code.saves(node) and node not in guarded and last not in named("on every rank") and _is_save(node):
+        merges = last == "merge_and_unload"  # which changes only memory
+        saves = name == "torch.save" or last in named("saves") | named("exports") and not merges
+        if saves and node not in guarded and last not in named("on every rank"):
             raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
         if last in named("on every rank") and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
@@ -289,11 +291,3 @@ def safe_on_ranks(script: str) -> None:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
     if (trains := trainings(tree, not_trainers((0, node) for node in ast.walk(tree)))) != 1:
         raise NotVerified("V3", f"train() is called {trains} times")
-
-
-def _is_save(node: ast.Call) -> bool:
-    """Whether this very call saves, not one inside it; merging changes only memory."""
-    last = method(node)
-    return last != "merge_and_unload" and (
-        last in named("saves") | named("exports") or ast.unparse(node.func) == "torch.save"
-    )

@@ -13,9 +13,8 @@ import io
 import subprocess
 import tokenize
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from finetune.errors import RunError, UserError
 
@@ -127,9 +126,10 @@ def script(title: str, parts: Sequence[Part]) -> str:
         found = ast.parse(text.encode()).body  # bytes: as Python reads the file
     except (SyntaxError, ValueError) as error:
         raise RunError(f"the converted script does not parse: {error}. Please report this notebook.") from None
-    if list(_values(found)) != list(_values(emitted)):
-        pairs = zip(found, [*emitted, *[None] * len(found)], strict=False)
-        line = next((one.lineno for one, other in pairs if list(_values([one])) != list(_values([other]))), 0)
+    dumps, wanted = _dumps(found), _dumps(emitted)
+    if dumps != wanted:
+        pairs = zip(found, dumps, [*wanted, *[""] * len(found)], strict=False)
+        line = next((one.lineno for one, text, other in pairs if text != other), 0)
         raise RunError(
             f"the converted script has other statements than were emitted, from line {line}; it was not written."
             " Please report this notebook."
@@ -137,26 +137,16 @@ def script(title: str, parts: Sequence[Part]) -> str:
     return text
 
 
-def _values(nodes: Sequence[object]) -> Iterator[str]:
-    """Syntax trees as a sequence that is equal for equal trees alone, without what the formatter changes: the
-    whitespace of a docstring and the prefix of u"text"."""
-    rest: list[Any] = [nodes]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, list | tuple):
-            yield f"{len(node)} nodes"
-            rest += reversed(node)
-        elif _is_text(node):
-            yield f"text {node.value.value.split()}"
-        elif isinstance(node, ast.AST):
-            yield type(node).__name__
-            rest += [getattr(node, name, None) for name in reversed(node._fields) if name != "kind"]
-        else:
-            yield repr(node)
-
-
-def _is_text(node: object) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _dumps(nodes: Sequence[ast.stmt]) -> list[str]:
+    """Statements as texts that are equal for equal trees alone, without what the formatter changes: the whitespace of a
+    docstring and the prefix of u"text"."""
+    nodes = copy.deepcopy(list(nodes))
+    for node in (inner for one in nodes for inner in ast.walk(one)):
+        if isinstance(node, ast.Constant):
+            node.kind = None
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            node.value = ast.Constant(" ".join(node.value.value.split()))
+    return list(map(ast.dump, nodes))
 
 
 @functools.lru_cache(maxsize=4)  # V6 converts a second time, with the same texts to format

@@ -15,7 +15,6 @@ from finetune.config import Config
 from finetune.data import formats
 from finetune.data.formats import Format, RowError
 from finetune.data.mixture import Item, Source
-from finetune.data.templates import templated
 from finetune.data.templates.chat_templates import document_end, load_template
 from finetune.data.templates.encoder import Encoded, Encoder, TokenizerError
 from finetune.data.templates.markers import Markers, derive_markers
@@ -25,6 +24,7 @@ from finetune.runtime.ranks import interrupt
 from finetune.runtime.types import JsonObject, Tokenizer
 
 SAMPLE_ROWS = 100  # rows used to detect the format
+LOOKED_AT = 10  # rows of a chunk that are searched for a template: all rows of a source are written in the same way
 SLOW_SECONDS = 30.0  # of a chunk, before it is reported: a second is usual
 
 
@@ -82,8 +82,9 @@ class Readers:
         """The text that begins an assistant's turn in the template of a source."""
         name = self._name(source)
         if name not in self._turns:
-            template = self._templates[name]
-            self._turns[name] = None if template is None else templated.turn_marker(self.tokenizer, template)
+            template, self._turns[name] = self._templates[name], None
+            with contextlib.suppress(UserError):  # it is not known
+                self._turns[name] = template and derive_markers(self.tokenizer, template)[1].strip() or None
         return self._turns[name]
 
     def row_encoder(self, source: Source, format: Format) -> RowEncoder:
@@ -94,9 +95,9 @@ class Readers:
     def reading(self, rows: Sequence[JsonObject], format: Format, source: Source) -> Reading:
         """How rows of this very format are read."""
         has_template = self.has_template(source)
-        in_template = templated.is_rendered(format, has_template=has_template)
-        if not in_template and (marker := self.marker(source)) is not None:
-            in_template = templated.is_written_in(rows, format, self.tokenizer, marker)
+        in_template = has_template and not format.of_text and format.name not in ("text", "tokenized")
+        if not in_template and (marker := self.marker(source)) is not None:  # it may have been written before
+            in_template = any(marker in _text(row, format, self.tokenizer) for row in rows[:LOOKED_AT])
         data = self._config.data
         return Reading(
             format=formats.describe(
@@ -108,7 +109,7 @@ class Readers:
                 markers=data.response_part is not None,
             ),
             templated=in_template,
-            note=None if in_template or not has_template else templated.remedy(format),
+            note=_remedy(format) if format.of_text and has_template and not in_template else None,
         )
 
     def _name(self, source: Source) -> str | None:
@@ -158,6 +159,25 @@ class Readers:
         found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
         self._note(found)
         return instruction, response
+
+
+def _text(row: Mapping[str, object], format: Format, tokenizer: Tokenizer) -> str:
+    """What a row of text or token ids says; empty if its token ids are no such."""
+    if format.name != "tokenized":
+        return "".join(str(row.get(column, "")) for column in format.columns.values())
+    ids = row.get(format.columns["input_ids"])
+    if isinstance(ids, list | tuple) and all(type(one) is int and one >= 0 for one in ids):
+        return tokenizer.decode(ids)
+    return ""
+
+
+def _remedy(format: Format) -> str:
+    """What to say of prompts and completions that the model's chat template does not render although it could."""
+    columns = f"{{instruction: {format.columns['prompt']}, output: {format.columns['completion']}}}"
+    return (
+        "prompt and completion are trained as they are, without the chat template of the model. With it: "
+        f"data.columns: {columns}, or rows of messages"
+    )
 
 
 def _writes_date(template: str | None) -> bool:

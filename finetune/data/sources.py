@@ -187,7 +187,9 @@ def _expand_folder(path: Path) -> list[Path]:
         raise _several_splits(str(path), {child.name: [child] for child in saved})
     if matches := _data_in(children):
         return matches
-    if inner := [child for child in children if child.is_dir() and _has_data(child)]:
+    if inner := [
+        child for child in children if child.is_dir() and (_is_saved_dataset(child) or _data_in(child.iterdir()))
+    ]:
         remedy = f"Give {' or '.join(map(str, inner[:3]))}, which {'has' if len(inner) == 1 else 'have'} some."
     else:
         remedy = _SUPPORTED
@@ -200,10 +202,6 @@ def _data_in(children: Iterable[Path]) -> list[Path]:
     matches = [p for p in children if p.is_file() and _is_data(p) and not p.name.startswith(".")]
     raw = [p for p in matches if is_raw(p) and p.name.partition(".")[0].upper() not in _ABOUT]
     return [p for p in matches if not is_raw(p)] or raw
-
-
-def _has_data(folder: Path) -> bool:
-    return _is_saved_dataset(folder) or bool(_data_in(folder.iterdir()))
 
 
 def _is_data(path: File) -> bool:

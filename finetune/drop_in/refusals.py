@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config, arguments, rules
 from finetune.config.rules import AUTO, CHECKPOINTING, OFFLOAD, SELECTIVE, checkpointing_kinds, why_optimizer_unusable
 from finetune.data.store import Rows
-from finetune.drop_in import settings
 from finetune.errors import UserError, listed
 from finetune.runtime.types import JsonObject, Model
 
@@ -156,17 +155,6 @@ def argument_name(split: str) -> str:
     return f"eval_dataset[{name!r}]" if name else "eval_dataset"
 
 
-def check_datasets(given: Mapping[str, object], args: trl.SFTConfig) -> dict[str, Dataset]:
-    """Check the datasets of all splits, before anything is loaded.
-
-    Raises:
-        Refused: the first that cannot be used.
-        TypeError: it is not a dataset.
-    """
-    options = {"skips_preparation": settings.skips_preparation(args), "assistant_only": args.assistant_only_loss}
-    return {split: check_dataset(rows, argument_name(split), **options) for split, rows in given.items()}
-
-
 def check_dataset(rows: object, name: str, *, skips_preparation: bool, assistant_only: bool) -> Dataset:
     """Check one dataset.
 
@@ -271,7 +259,9 @@ def check_shared_rows(config: Config) -> None:
     Raises:
         Refused: with all that is found.
     """
-    if found := [text for _, text in rules.context_parallelism(config, config.given)]:
+    key = "training.context_parallel"
+    all_rules = (rules.transformers_only, rules.context_parallelism)
+    if found := [text for rule in all_rules for about, text in rule(config, config.given) if key in about]:
         raise Refused(f"`context_parallel={config.training.context_parallel}`: {' '.join(found)}")
 
 

@@ -13,7 +13,7 @@ from finetune.data.arrow import dataset_rows
 from finetune.data.layout import Layout
 from finetune.data.mixture import Item, Source
 from finetune.data.store import Rows
-from finetune.drop_in import refusals
+from finetune.drop_in import refusals, settings
 from finetune.drop_in.former import RowReader
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
@@ -42,8 +42,10 @@ def sources(datasets: Mapping[str, object], args: trl.SFTConfig, reading: RowRea
         Refused: rows that this trainer cannot use.
         UserError: on every rank: the ranks were given different rows.
     """
-    checked = refusals.check_datasets(datasets, args)
-    found = {split: source(given, refusals.argument_name(split), reading) for split, given in checked.items()}
+    names = {split: refusals.argument_name(split) for split in datasets}
+    options = {"skips_preparation": settings.skips_preparation(args), "assistant_only": args.assistant_only_loss}
+    checked = {split: refusals.check_dataset(rows, names[split], **options) for split, rows in datasets.items()}
+    found = {split: source(rows, names[split], reading) for split, rows in checked.items()}
     own = {one.name: one.identity for one in found.values()}
     for rank, theirs in enumerate(everyone := distributed.gather_objects(own)):
         for name in own:

@@ -153,10 +153,8 @@ def _metadata(source: Source, form: str) -> Iterator[str]:
     yield "pipeline_tag: text-generation"
     yield f"library_name: {'peft' if form == 'adapter' and source.adapter else 'transformers'}"
     yield "# license: of your choice, compatible with the base model's"
-    yield "tags:"
-    yield from (
-        f"- {tag}" for tag in (["lora"] if source.adapter else []) + ["sft"] + (["gguf"] if form == "gguf" else [])
-    )
+    tags = {"lora": source.adapter, "sft": True, "gguf": form == "gguf"}
+    yield from ("tags:", *(f"- {tag}" for tag, has in tags.items() if has))
 
 
 def _title(source: Source) -> str:
@@ -190,17 +188,14 @@ def _data(record: JsonObject) -> Iterator[str]:
     for key in ("train_file", "dataset_name", "train", "eval_file"):
         if section.get(key):
             named = shortened(section[key])
-            names = [one.get("file") or one.get("name") if isinstance(one, dict) else one for one in _list(named)]
+            listed = named if isinstance(named, list) else [named]
+            names = [one.get("file") or one.get("name") if isinstance(one, dict) else one for one in listed]
             yield f"- {'held out' if key == 'eval_file' else 'trained on'}: {', '.join(map(str, names))}"
     for split, counts in (record.get("ledger") or {}).items():
         if isinstance(counts, dict) and "rows_kept" in counts:
             tokens = counts.get("tokens")
             also = f", {counted(tokens, 'token')}" if isinstance(tokens, int) else ""
             yield f"- {split}: {counted(counts['rows_kept'], 'row')}{also}"
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
 
 
 def _metrics(record: JsonObject, step: int | None) -> Iterator[str]:

@@ -45,7 +45,9 @@ def find(given: Path | None, kind: str, model: str) -> Tools:
     Raises:
         UserError: there is none. The message has what to install and the command that would run.
     """
-    folders = [given] if given is not None else _folders()
+    named = [os.environ.get(name) for name in ("LLAMA_CPP", "UNSLOTH_LLAMA_CPP_PATH")]
+    folders = [*(Path(name) for name in named if name), Path.home() / ".unsloth" / "llama.cpp"]
+    folders = [given] if given is not None else folders
     converter = next((folder / CONVERTER for folder in folders if (folder / CONVERTER).is_file()), None)
     if converter is None and given is None and (on_path := shutil.which(CONVERTER)) is not None:
         converter = Path(on_path)
@@ -183,8 +185,3 @@ def _run(command: list[str], file: Path, env: dict[str, str]) -> None:
             f"{lines[-1][:300]}. Update llama.cpp if it does not know this model. The command was: "
             f"{shlex.join(command)}"
         )
-
-
-def _folders() -> list[Path]:
-    named = [os.environ.get(name) for name in ("LLAMA_CPP", "UNSLOTH_LLAMA_CPP_PATH")]
-    return [*(Path(name) for name in named if name), Path.home() / ".unsloth" / "llama.cpp"]

@@ -174,7 +174,8 @@ class Merge:
                 continue
             base = self._tensor_of(path, part)
             name = base
-            if base is None and self._is_tied_head(path):  # the files hold it under the embedding's name
+            shared = self._tied_names()
+            if base is None and shared and f"{path}.weight" == shared[1]:  # files hold it under the embedding's name
                 base, name = self._embedding_names()[0], f"{path}.{part}"
             if base is None or name is None:
                 raise self._mismatch(f"the base has no tensor `{path}.{part}`")
@@ -270,10 +271,6 @@ class Merge:
         if tied is None:
             tied = getattr(self.model.config, "tie_word_embeddings", False)
         return (embedding, head) if tied and embedding and head and embedding != head else None
-
-    def _is_tied_head(self, path: str) -> bool:
-        shared = self._tied_names()
-        return shared is not None and f"{path}.weight" == shared[1]
 
     def _untie(self, embedding: str, head: str) -> None:
         """Give embedding and head tensors of their own if the adapter makes them differ, and else write one."""

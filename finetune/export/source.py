@@ -153,10 +153,11 @@ def _compared(folder: Path, name: str, settings: JsonObject, given: str | None) 
     """
     now = base_weights.base_model_files(folder)
     notes, differing = [], []
-    was_quantized = _is_quantized(settings.get("model config"))
-    if was_quantized != _is_quantized(now["model config"]):  # the original of a 4-bit copy, or the other way around
-        settings = {"model config": _without_quantization(settings.get("model config"))}
-        now = {"model config": _without_quantization(now["model config"]), "base weights": None}
+    configs = [one if isinstance(one, dict) else None for one in (settings.get("model config"), now["model config"])]
+    if len({bool(one and one.get("quantization_config")) for one in configs}) > 1:  # of one model and its 4-bit copy
+        ours = ("quantization_config", "unsloth_fixed")
+        was, here = (one and {key: one[key] for key in one if key not in ours} for one in configs)
+        settings, now = {"model config": was}, {"model config": here, "base weights": None}
     for key, what in (("model config", "config.json"), ("base weights", "weights")):
         if settings.get(key) is None or now[key] is None:
             notes.append(f"The base model's {what} could not be compared with those that the run was trained on.")
@@ -168,13 +169,3 @@ def _compared(folder: Path, name: str, settings: JsonObject, given: str | None) 
             "recorded. Restore it, or give the model that the run was trained on with --base."
         )
     return notes
-
-
-def _is_quantized(config: object) -> bool:
-    return isinstance(config, dict) and bool(config.get("quantization_config"))
-
-
-def _without_quantization(config: object) -> JsonObject | None:
-    if not isinstance(config, dict):
-        return None
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "unsloth_fixed")}

@@ -23,7 +23,7 @@ from rich import box
 from rich.table import Table
 
 from finetune.config import Config, ConfigError, TrainingConfig, resolve_batch, with_fixed_batch
-from finetune.config.rules import context_parallelism, sharding
+from finetune.config.rules import context_parallelism, sharding, transformers_only
 from finetune.errors import RunError, UserError
 from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
@@ -110,7 +110,8 @@ def run(argv: list[str]) -> int:
     most = max(options.world_sizes)  # whose global batch the others have too
     if script:
         scripts.check(script[0])
-        cases = script_cases(options.world_sizes, options.strategies)
+        backend = "transformers" if set(options.strategies) - {"ddp"} else ""
+        cases = _cases(options.world_sizes, options.strategies or ["ddp"], backend)  # its ranks find out what it cannot
     else:
         config = load_config(rest, command="parity")
         config = replace(config, training=with_fixed_batch(config.training, most, config.data))
@@ -155,7 +156,9 @@ def configuration_cases(config: Config, world_sizes: list[int], strategies: list
     problems: dict[str, None] = {}
     for case in cases:
         tried = replace(config, training=with_strategy(config.training, case.world_size, case.strategy))
-        found = [*sharding(tried, config.given), *context_parallelism(tried, config.given)]
+        found = [
+            one for rule in (transformers_only, sharding, context_parallelism) for one in rule(tried, config.given)
+        ]
         problems |= dict.fromkeys(f"{', '.join(keys)}: {text}" for keys, text in found)
         if not (config.demo or problems):
             resolve_batch(tried.training, case.world_size, config.data)
@@ -179,15 +182,6 @@ def with_strategy(training: TrainingConfig, world_size: int, strategy: str) -> T
         shard_reduce=training.shard_reduce if "shard" in strategy else "auto",
         context_parallel=shared if "cp" in strategy else 1,
     )
-
-
-def script_cases(world_sizes: list[int], strategies: list[str]) -> list[Case]:
-    """The same for a script, whose ranks find out what it cannot be run with.
-
-    Raises:
-        UserError: there are fewer than two, or a strategy is unknown.
-    """
-    return _cases(world_sizes, strategies or ["ddp"], "transformers" if set(strategies) - {"ddp"} else "")
 
 
 def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[Case]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.review import gate, report
 from finetune.review import run as runs
-from finetune.review.assemble import Review, review
+from finetune.review.assemble import review
 from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
 from finetune.runtime.files import to_json_types, write_json, write_text
 from finetune.runtime.options import Options, number, path
@@ -60,7 +60,13 @@ def run(argv: list[str]) -> int:
         raise UserError("no run was given. Give the training.output_dir of a run, or a folder of runs.")
     limits = gate.Limits(slowdown=options.max_slowdown, loss_increase=options.max_loss_increase)
     result = review(expand(options.runs))
-    compared = _gate(options.runs[0], result, limits) if limits.given else []
+    compared: list[gate.Comparison] = []
+    if limits.given:
+        if not runs.is_run(first := options.runs[0]):
+            raise UserError(
+                f"the baseline must be one run: {first} holds several. Give the folder of one of them first."
+            )
+        compared = gate.compare({one.name: one.run.record for one in result.runs}, limits)
     report.show(result, new_console(highlight=False, markup=False))
     for line in gate.lines(compared):
         print_line(line)
@@ -93,12 +99,6 @@ def explained(name: str) -> str:
         for heading, text in one.parts.items()
     ]
     return "\n\n".join([f"{name}: {one.question}", *parts])
-
-
-def _gate(first: Path, result: Review, limits: gate.Limits) -> list[gate.Comparison]:
-    if not runs.is_run(first):
-        raise UserError(f"the baseline must be one run: {first} holds several. Give the folder of one of them first.")
-    return gate.compare({one.name: one.run.record for one in result.runs}, limits)
 
 
 def expand(folders: list[Path]) -> list[Path]:

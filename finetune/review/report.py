@@ -49,7 +49,9 @@ def show(review: Review, console: Console) -> None:
     if len(names) <= SIDE_BY_SIDE:
         _table(console, "Metrics", ["", *names], metric_rows(review.runs))
     else:
-        _table(console, "Metrics", ["", *map(label, SUMMARY)], run_rows(review.runs))
+        each = [(one.name, assemble.metrics(one.run)) for one in review.runs]
+        rows = [[name, *(value_with_unit(n, of[n]) if n in of else "-" for n in SUMMARY)] for name, of in each]
+        _table(console, "Metrics", ["", *map(label, SUMMARY)], rows)
     compared = assemble.comparison(review.runs)
     if compared:
         rows = [
@@ -126,12 +128,6 @@ def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
             what = label(name) + (", last tenth" if name == "loss" else "")  # of the logged steps, their median
             rows.append([what, *cells])
     return rows
-
-
-def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
-    """A line per run with the metrics of SUMMARY."""
-    rows = [(one.name, assemble.metrics(one.run)) for one in reviewed]
-    return [[name, *(value_with_unit(key, of[key]) if key in of else "-" for key in SUMMARY)] for name, of in rows]
 
 
 def value_with_unit(name: str, value: float) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import NoReturn
 
 from finetune.convert.analysis.environment import MODEL_FLAGS
-from finetune.convert.analysis.names import DEFINITIONS, Program, calls, in_place, method, root
+from finetune.convert.analysis.names import DEFINITIONS, Program, calls, in_place, method, passed, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Refusal, Statement
 
@@ -198,7 +198,7 @@ def _changed(program: Program, node: ast.AST, models: Set[str], roles: Set[str])
                 yield node.func.value, node
         unbound = name.startswith("torch.nn.") and last in named("casts")
         if name and _GIVEN.fullmatch(name) or unbound:
-            yield from ((one, node) for one in [*node.args[:1], *(k.value for k in node.keywords if k.arg == "model")])
+            yield from ((one, node) for one in passed(node, "model"))
 
 
 def _casts(program: Program, call: ast.Call) -> bool:

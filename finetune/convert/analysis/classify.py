@@ -71,16 +71,13 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         raise Refusal("R1", f"{name} is not supervised fine-tuning{rest}", cells.get(name))
     _refuse_other_hardware_and_models(nodes)
     _refuse_images_and_audio(nodes, _deciding(program))
-    others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
-    if others and "SFTTrainer" not in names:
-        reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with SFTTrainer"
-        raise Refusal("R1", reason, cells.get(others[0]))
-    if others:
-        reason = f"{others[0]} is used in addition to SFTTrainer; keep the cells of the one that trains"
-        raise Refusal("R1", reason, cells.get(others[0]))
-    others = not_trainers(nodes)
-    trains = _train_calls(nodes, others)
-    if sum(trainings(statement.node, others) for statement in notebook.statements if not statement.is_dead) > 1:
+    if others := sorted(names - {"SFTTrainer", "UnslothTrainer"}):
+        beside = "is used in addition to SFTTrainer; keep the cells of the one that trains"
+        alone = "is not supported; only trl.SFTTrainer is, so train with SFTTrainer"
+        raise Refusal("R1", f"{others[0]} {beside if 'SFTTrainer' in names else alone}", cells.get(others[0]))
+    no_trainers = not_trainers(nodes)
+    trains = _train_calls(nodes, no_trainers)
+    if sum(trainings(statement.node, no_trainers) for statement in notebook.statements if not statement.is_dead) > 1:
         listed = "; ".join(f"cell {cell}: `{ast.unparse(call)[:60]}`" for cell, call in trains[:6])
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         reason = f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes)}"
@@ -199,6 +196,11 @@ def _train_calls(nodes: list[tuple[int, ast.AST]], others: Others) -> list[tuple
             if not is_model_name(receiver) and root(receiver) not in others and node not in others:
                 found.append((cell, node))
     return found
+
+
+def trains(node: ast.AST, others: Others = frozenset()) -> bool:
+    """Whether a node has an `X.train()` call of a trainer inside. `others`: what is not a trainer."""
+    return bool(_train_calls([(0, one) for one in ast.walk(node)], others))
 
 
 def is_model_name(receiver: ast.expr) -> bool:

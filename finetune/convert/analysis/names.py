@@ -63,6 +63,11 @@ def method(call: ast.AST) -> str:
     return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
 
 
+def passed(call: ast.Call, name: str) -> list[ast.expr]:
+    """The value of a call's first argument, given by position or as `name`."""
+    return [*call.args[:1], *(item.value for item in call.keywords if item.arg == name)]
+
+
 def root(node: ast.AST) -> str | None:
     """The name at the start of `name.a[0].b(...)`, or None."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
@@ -414,6 +419,11 @@ class Program:
     def definition(self, name: str) -> DEFINITIONS | None:
         """The function or class with this name; the last one if several cells define it."""
         return self._definitions.get(name)
+
+    def called(self, node: ast.AST) -> list[DEFINITIONS]:
+        """The functions and classes of the notebook that a node calls by their names."""
+        names = {call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
+        return [self._definitions[name] for name in sorted(names & self._definitions.keys())]
 
     @cached_property
     def methods(self) -> set[str]:

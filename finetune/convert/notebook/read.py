@@ -446,7 +446,8 @@ def _without_magics(notebook: Notebook, index: int, source: str) -> str:
         stripped = line.lstrip()
         indent = line[: len(line) - len(stripped)]
         automagic = _AUTOMAGIC.match(stripped) and not _parses(stripped)
-        if quotes is None and (stripped.startswith(("!", "%")) or automagic) and not _continues(kept):
+        continues = bool(kept) and kept[-1].rstrip().endswith("\\")
+        if quotes is None and (stripped.startswith(("!", "%")) or automagic) and not continues:
             text, number, blanks = _joined(lines, number)
             text = f"%{text}" if automagic else text
             kept.append(indent + (_line_magic(notebook, index, number, text) or "pass"))
@@ -465,10 +466,6 @@ def _without_magics(notebook: Notebook, index: int, source: str) -> str:
             quotes = _open_quotes(line, quotes)
         number += 1
     return "\n".join(kept)
-
-
-def _continues(kept: list[str]) -> bool:
-    return bool(kept) and kept[-1].rstrip().endswith("\\")
 
 
 def _joined(lines: list[str], number: int) -> tuple[str, int, int]:

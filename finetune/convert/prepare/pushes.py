@@ -10,7 +10,7 @@ import ast
 from collections.abc import Container, Iterator
 
 from finetune.convert.analysis.classify import live
-from finetune.convert.analysis.names import method, root
+from finetune.convert.analysis.names import method, passed, root
 from finetune.convert.knowledge import named
 from finetune.convert.notebook.read import Notebook
 from finetune.convert.source import expression
@@ -39,19 +39,18 @@ def save_what_is_pushed(notebook: Notebook) -> list[str]:
     pushes: dict[int, list[tuple[ast.Call, str]]] = {}
     for place, call, kind in _pushes(notebook):
         product = _product(call, _PUSH)
-        if product is not None and product not in saved and _repository(call) is not None:
+        if product is not None and product not in saved and passed(call, "repo_id"):
             pushes.setdefault(place, []).append((call, kind))
-    kinds = {_text(_repository(call)): kind for each in pushes.values() for call, kind in each}
+    kinds = {_repository(call): kind for each in pushes.values() for call, kind in each}
     for place, call in _tokenizers(notebook, kinds):
         pushes.setdefault(place, []).append((call, ""))
     notes: list[str] = []
-    taken = _texts(nodes, [_repository(call) for call in calls if getattr(call.func, "attr", "").startswith(_PUSH)])
+    pushed = [call for call in calls if getattr(call.func, "attr", "").startswith(_PUSH)]
+    taken = _texts(nodes, [one for call in pushed for one in passed(call, "repo_id")[:1]])
     for place, each in sorted(pushes.items()):
         statement, source = notebook.statements[place], notebook.statements[place].source
         for call, kind in each:
-            repository = _repository(call)
-            assert repository is not None
-            folder = _folder(repository, kinds[_text(repository)] or "_merged", taken, nodes)
+            folder = _folder(passed(call, "repo_id")[0], kinds[_repository(call)] or "_merged", taken, nodes)
             segment = ast.get_source_segment(statement.source, call)
             assert segment is not None
             source = source.replace(segment, ast.unparse(_saving(call, kind, folder)))
@@ -89,7 +88,7 @@ def _tokenizers(notebook: Notebook, repositories: Container[str]) -> Iterator[tu
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != _PUSH:
                 continue
             of = str(root(node.func)).lower()
-            if ("token" in of or "processor" in of) and _text(_repository(node)) in repositories:
+            if ("token" in of or "processor" in of) and _repository(node) in repositories:
                 yield place, node
 
 
@@ -97,13 +96,9 @@ def _merges(value: ast.expr) -> bool:
     return any(isinstance(one, ast.Attribute) and one.attr == "merge_and_unload" for one in ast.walk(value))
 
 
-def _repository(push: ast.Call) -> ast.expr | None:
-    named_so = [item.value for item in push.keywords if item.arg == "repo_id"]
-    return next(iter([*push.args[:1], *named_so]), None)
-
-
-def _text(node: ast.expr | None) -> str:
-    return "" if node is None else ast.unparse(node)
+def _repository(push: ast.Call) -> str:
+    """Where it goes, as the notebook writes it."""
+    return next(map(ast.unparse, passed(push, "repo_id")), "")
 
 
 def _product(call: ast.Call, verb: str) -> tuple[str, ...] | None:
@@ -128,9 +123,9 @@ def _saving(push: ast.Call, kind: str, folder: ast.expr) -> ast.Call:
     return ast.Call(function, [folder, *arguments], keywords)
 
 
-def _texts(nodes: list[ast.AST], repositories: list[ast.expr | None]) -> set[str]:
+def _texts(nodes: list[ast.AST], repositories: list[ast.expr]) -> set[str]:
     """The texts of the notebook that may be other folders, such as `output_dir`."""
-    own = {id(inner) for one in repositories if one is not None for inner in ast.walk(one)}
+    own = {id(inner) for one in repositories for inner in ast.walk(one)}
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in own]
     return {text.removeprefix("./").strip("/") for text in texts if isinstance(text, str)}
 
@@ -149,7 +144,8 @@ def _end(value: ast.expr, nodes: list[ast.AST]) -> str | None:
     if isinstance(value, ast.Name):
         stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         given = [node for node in nodes if isinstance(node, ast.arg) and node.arg == value.id]
-        made = [node.value for node in nodes if isinstance(node, ast.Assign) and value.id in map(_id, node.targets)]
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        made = [one.value for one in assigned if value.id in [getattr(target, "id", "") for target in one.targets]]
         once = not given and len(made) == [node.id for node in stores].count(value.id) == 1
         return _end(made[0], nodes) if once and not isinstance(made[0], ast.Name) else None
     if isinstance(value, ast.Constant):
@@ -157,7 +153,3 @@ def _end(value: ast.expr, nodes: list[ast.AST]) -> str | None:
     last = value.values[-1] if isinstance(value, ast.JoinedStr) and value.values else getattr(value, "right", None)
     text = last.value if isinstance(last, ast.Constant) else None
     return text if isinstance(text, str) and "/" in text else None
-
-
-def _id(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else ""

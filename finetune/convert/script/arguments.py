@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from finetune.config.arguments import CONFIG, TRAINER, former_names, rows
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.analysis.names import Program, calls
+from finetune.convert.analysis.names import Program, calls, passed
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.source import expression
 
@@ -50,7 +50,7 @@ class Arguments:
             of = TRAINER if (place, call) in trainers else CONFIG
             call.keywords = [item for item in call.keywords if item.arg is None or self._stays(place, item, of)]
         for place, call in configs:
-            for value in [*call.args[:1], *(item.value for item in call.keywords if item.arg == "output_dir")]:
+            for value in passed(call, "output_dir"):
                 folder = str(getattr(self._only_value(value) if isinstance(value, ast.Name) else value, "value", ""))
                 if re.match(r"[/~]|\w:\\|(.*/)?\.\.(/|$)", folder):
                     cell = self.program.statements[place].cell
@@ -85,7 +85,8 @@ class Arguments:
             raise self._refuse(place, f"{of} has no argument `{name}` in TRL 1.15; remove it")
         if of == TRAINER:
             return True
-        if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not _is_no(value):
+        no = isinstance(value, ast.Constant) and value.value in ("no", None, False)
+        if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not no:
             self._say(place, f"`{name}` is left out: the trainer has no eval_dataset")
             return False
         if name == "report_to":
@@ -227,7 +228,3 @@ def _given(call: ast.Call, name: str) -> bool:
         item.arg is None or item.arg == name and not (isinstance(item.value, ast.Constant) and item.value.value is None)
         for item in call.keywords
     )
-
-
-def _is_no(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value in ("no", None, False)

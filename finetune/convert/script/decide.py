@@ -15,7 +15,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from finetune.convert.analysis.changes import changed_in_place, refuse_late_changes, refuse_patches
-from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
+from finetune.convert.analysis.classify import Others, most, not_trainers, trains
 from finetune.convert.analysis.environment import environment_key
 from finetune.convert.analysis.names import (
     DEFINITIONS,
@@ -24,6 +24,7 @@ from finetune.convert.analysis.names import (
     free_names,
     is_import,
     method,
+    passed,
     root,
     target_names,
     written_path,
@@ -62,7 +63,7 @@ def _train(program: Program) -> int:
     """The place of the statement that trains: it calls train(), or a function or method that does."""
     units = _units(program)
     others = not_trainers((0, node) for one in program.statements for node in ast.walk(one.node))
-    training = {name for name, node in units.items() if _trains(node, others)}
+    training = {name for name, node in units.items() if trains(node, others)}
     while more := {n for n, node in units.items() if n not in training and _called(node, program, others) & training}:
         training |= more
     outside = [one.node for one in program.statements if not isinstance(one.node, DEFINITIONS)]
@@ -84,8 +85,8 @@ def _train(program: Program) -> int:
                 f"{what}() trains and is called more than once ({listed}); start the script once per call instead",
             )
     for place, statement in enumerate(program.statements):
-        trains = _trains(statement.node, others) or _called(statement.node, program, others) & training
-        if trains and not isinstance(statement.node, DEFINITIONS):
+        reached = trains(statement.node, others) or _called(statement.node, program, others) & training
+        if reached and not isinstance(statement.node, DEFINITIONS):
             _refuse_generating(place, program, units, others)
             return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
@@ -111,7 +112,7 @@ def _units(program: Program) -> dict[str, ast.AST]:
 
 def _called(node: ast.AST, program: Program, others: Others, *, inside: bool = True) -> set[str]:
     """Names of the functions and, after a dot, of the methods that it calls; a trainer's `train` is judged by
-    `_trains`. `inside`: also what is called inside of a call."""
+    `trains`. `inside`: also what is called inside of a call."""
     made = calls(node) if inside else [node] if isinstance(node, ast.Call) else []
     made = [call for call in made if root(call.func) not in program.imports]
     names = {call.func.id for call in made if isinstance(call.func, ast.Name)}
@@ -124,7 +125,7 @@ _LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.G
 
 def _refuse_loops(node: ast.AST, cell: int | None, training: set[str], program: Program, others: Others) -> None:
     for loop in ast.walk(node):
-        if not isinstance(loop, _LOOPS) or not (_trains(loop, others) or _called(loop, program, others) & training):
+        if not isinstance(loop, _LOOPS) or not (trains(loop, others) or _called(loop, program, others) & training):
             continue
         handlers = [one.type for one in ast.walk(loop) if isinstance(one, ast.ExceptHandler) and one.type is not None]
         if any(re.search(r"OutOfMemory|RuntimeError|\bException", ast.unparse(one)) for one in handlers):
@@ -155,17 +156,6 @@ def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST], 
         if name.startswith(".") and re.search(r"\.generate\(|\bpipeline\(", ast.unparse(units[name])):
             reason = f"{name[1:]}() generates text before the training; do it once and load the rows from a file"
             raise Refusal("R4", reason, program.statements[place].cell)
-
-
-def _trains(node: ast.AST, others: Others = frozenset()) -> bool:
-    trains = [call for call in calls(node) if method(call) == "train" and call not in others]
-    receivers = [call.func.value for call in trains]  # type: ignore[attr-defined]
-    return any(not _is_model(one) and root(one) not in others for one in receivers)
-
-
-def _is_model(receiver: ast.expr) -> bool:
-    """`model` and `trainer.model`, which also have a method train(); not `SFTTrainer(model, ...)`."""
-    return not isinstance(receiver, ast.Call) and is_model_name(receiver)
 
 
 def _roles(draft: Draft) -> None:
@@ -200,12 +190,9 @@ def _bound_role(draft: Draft, names: list[str], call: ast.Call) -> None:
 
 def _given_roles(draft: Draft, call: ast.Call) -> None:
     given = {item.arg: item.value for item in call.keywords}
-    model = call.args[0] if call.args else given.get("model")
     tokenizer = given.get("processing_class", given.get("tokenizer"))
-    if isinstance(model, ast.Name):
-        draft.models.add(model.id)
-    if isinstance(tokenizer, ast.Name):
-        draft.tokenizers.add(tokenizer.id)
+    draft.models |= {one.id for one in passed(call, "model") if isinstance(one, ast.Name)}
+    draft.tokenizers |= {tokenizer.id} if isinstance(tokenizer, ast.Name) else set()
 
 
 def _refuse_unsupported(draft: Draft) -> None:
@@ -300,7 +287,7 @@ def _trained(draft: Draft) -> set[str]:
     trained: set[str] = set()
     for call in (call for node in nodes for call in calls(node)):
         if program.dotted(call.func).endswith("SFTTrainer"):
-            values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            values = passed(call, "model")
             trained |= {one.id for one in values if isinstance(one, ast.Name)}
             casts = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Name)]
             trained |= {one.id for one in casts if one.id in draft.models}  # `cast(PreTrainedModel, model)`
@@ -315,7 +302,7 @@ def _trained(draft: Draft) -> set[str]:
             for node in made
             if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
             for call in calls(node.value)
-            for one in [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            for one in passed(call, "model")
             if isinstance(one, ast.Name) and one.id in draft.models
         }
         if sources <= trained:
@@ -340,17 +327,15 @@ def loaders(draft: Draft) -> set[int]:
     """Statements that load or train the model of the trainer, with the functions that they call."""
     nodes = [statement.node for statement in draft.program.statements]
     found = {n for n, node in enumerate(nodes) if n == draft.train or code.binds(node) & draft.trained}
-    found |= {n for n, node in enumerate(nodes) if isinstance(node, ast.ClassDef) and _makes_trainer(draft, node)}
+    dotted = {n: [draft.program.dotted(call.func) for call in calls(node)] for n, node in enumerate(nodes)}
+    classes = {n for n, node in enumerate(nodes) if isinstance(node, ast.ClassDef)}
+    found |= {n for n in classes if any(name.endswith("SFTTrainer") for name in dotted[n])}
     while True:  # a function that trains may be called by another one
         called = {one.func.id for n in found for one in calls(nodes[n]) if isinstance(one.func, ast.Name)}
         more = {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called} - found
         if not more:
             return found
         found |= more
-
-
-def _makes_trainer(draft: Draft, node: ast.AST) -> bool:
-    return any(draft.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
 
 
 # --- decisions before training ----------------------------------------------------------------------------------------
@@ -390,7 +375,9 @@ def _before(draft: Draft) -> None:
             draft.decisions[place] = Decision(outcome="kept", where=MAIN)
         else:
             draft.decisions[place] = Decision(outcome="dropped", reason=str(why))
-            _note_dropped(draft, place, str(why))
+            noted = ("left to you", "saved before", "account", leave_out.GENERATED)
+            if str(why).startswith(noted) and not is_import(nodes[place]):
+                draft.note_left_out(place)
     for place in kept:
         if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
             draft.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
@@ -403,13 +390,6 @@ def _is_read(draft: Draft, place: int, live: Set[str], mentioned: Mentioned) -> 
     paths = [path for call in calls(node) if (path := written_path(call)) is not None]
     names = {path.id for path in paths if isinstance(path, ast.Name)}
     return bool(not paths or names & live or any(is_named(path, draft.program, mentioned) for path in paths))
-
-
-def _note_dropped(draft: Draft, place: int, why: str) -> None:
-    statement = draft.program.statements[place]
-    noted = ("left to you", "saved before", "account", leave_out.GENERATED)
-    if why.startswith(noted) and not is_import(statement.node):
-        draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
 
 
 def _refuse_lost(draft: Draft) -> None:
@@ -463,23 +443,24 @@ def _after(draft: Draft, own_modules: Set[str]) -> None:
     draft.together = _together(program, kept)
     _keep_earlier(draft, live)
     for place in places:
-        statement = program.statements[place]
-        if place in kept and not is_import(statement.node):
+        node = program.statements[place].node
+        if is_import(node):
+            draft.decisions[place] = Decision(outcome="dropped", reason="unused import")
+            continue
+        if place in kept:
             draft.decisions[place] = Decision(outcome="kept", where=AFTER)
             continue
-        why = "unused import" if is_import(statement.node) else leave_out.reason(draft, place) or "after training"
-        if foreign[place] and not is_import(statement.node):
-            why = f"it uses {min(foreign[place])}, a module of the repository"
-            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif any(code.is_push(program, call) for call in calls(statement.node)):
-            why = code.to_publish(statement.node)
-            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif any(method(call) in named("exports") for call in calls(statement.node)):
-            why = "nothing that is saved needs it"
-            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif code.writes_files(program, statement.node):
-            draft.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        lost = None  # that the user may miss
+        if foreign[place]:
+            lost = f"it uses {min(foreign[place])}, a module of the repository"
+        elif any(code.is_push(program, call) for call in calls(node)):
+            lost = code.to_publish(node)
+        elif any(method(call) in named("exports") for call in calls(node)):
+            lost = "nothing that is saved needs it"
+        why = lost or leave_out.reason(draft, place) or "after training"
         draft.decisions[place] = Decision(outcome="dropped", reason=why)
+        if lost or code.writes_files(program, node):
+            draft.note_left_out(place)
 
 
 def _together(program: Program, kept: Set[int]) -> set[int]:
@@ -489,9 +470,8 @@ def _together(program: Program, kept: Set[int]) -> set[int]:
     needed: set[str] = set()
     for place in sorted(kept, reverse=True):
         node, e = program.statements[place].node, program.effects[place]
-        called = [program.definition(getattr(call.func, "id", "")) for call in calls(node)]
         makes = e.all_binds | (e.changes if isinstance(node, ast.Assign | ast.AugAssign) else set())
-        if makes & needed or any(one is not None and code.runs_together(one) for one in [node, *called]):
+        if makes & needed or any(map(code.runs_together, [node, *program.called(node)])):
             found.add(place)
             needed |= code.reads(node)
     return found
@@ -499,8 +479,7 @@ def _together(program: Program, kept: Set[int]) -> set[int]:
 
 def _reaches(program: Program, node: ast.AST) -> set[str]:
     """The modules that a statement imports or uses, also in a function of the notebook that it calls."""
-    called = [program.definition(getattr(call.func, "id", "")) for call in calls(node)]
-    nodes = [inner for one in [node, *called] if one is not None for inner in ast.walk(one)]
+    nodes = [inner for one in [node, *program.called(node)] for inner in ast.walk(one)]
     dotted = {program.imports.get(one.id, "") for one in nodes if isinstance(one, ast.Name)}
     return {name for one in nodes for name in imports(one)} | {name.rpartition(".")[0] or name for name in dotted}
 
@@ -518,13 +497,10 @@ def _is_export(draft: Draft, place: int) -> bool:
     node = draft.program.statements[place].node
     if isinstance(node, DEFINITIONS):
         return False
-    called = {call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
-    definitions = [draft.program.definition(name) for name in called]
     pushes = any(code.is_push(draft.program, call) for call in calls(node))
     saves = code.saves(node) and not code.only_merges(node)
-    return (saves and not (pushes and isinstance(node, ast.Expr))) or any(
-        one is not None and code.saves(one) and not _trains(one) for one in definitions
-    )
+    by_function = any(code.saves(one) and not trains(one) for one in draft.program.called(node))
+    return by_function or (saves and not (pushes and isinstance(node, ast.Expr)))
 
 
 def _keep_earlier(draft: Draft, live: set[str]) -> None:

@@ -40,6 +40,11 @@ class Draft:
     def kept(self, where: str) -> list[int]:
         return [place for place, one in sorted(self.decisions.items()) if one.where == where]
 
+    def note_left_out(self, place: int) -> None:
+        """Note a statement that was decided to be dropped, and why."""
+        statement, why = self.program.statements[place], self.decisions[place].reason
+        self.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+
     @property
     def roles(self) -> set[str]:
         """The names of models, tokenizers and trainers."""

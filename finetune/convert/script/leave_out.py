@@ -20,6 +20,7 @@ from finetune.convert.analysis.names import (
     is_import,
     lone_call,
     method,
+    passed,
     root,
 )
 from finetune.convert.knowledge import explained, matches, named
@@ -222,18 +223,12 @@ def _cleaning(draft: Draft, statement: Statement) -> str | None:
     alone = isinstance(node, ast.Expr) or isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse
     if len(paths) != 1 or not alone:
         return None
-    configs = (one for each in draft.program.statements for one in calls(each.node) if _configures(one))
-    if ast.unparse(paths[0]) not in {ast.unparse(value) for one in configs for value in _folders(one)}:
+    made = [call for one in draft.program.statements for call in calls(one.node)]
+    configs = [one for one in made if ast.unparse(one.func).rpartition(".")[2] in CONFIGS]
+    given = [value for one in configs for value in passed(one, "output_dir")]
+    if ast.unparse(paths[0]) not in map(ast.unparse, given):
         return None
     return "left to you: a run moves the files of an earlier one aside, and deletes nothing"
-
-
-def _configures(call: ast.Call) -> bool:
-    return ast.unparse(call.func).rpartition(".")[2] in CONFIGS
-
-
-def _folders(call: ast.Call) -> list[ast.expr]:
-    return [*call.args[:1], *(item.value for item in call.keywords if item.arg == "output_dir")]
 
 
 def _installation(draft: Draft, statement: Statement) -> str | None:
@@ -342,7 +337,9 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
         return "display"
     if _own_file(draft, node):
         return "the notebook itself"
-    if code.writes_files(draft.program, node) or _sets_process(draft.program, node):
+    inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
+    sets = any(draft.program.sets_library(one) or environment_key(one) is not None for one in inside)
+    if sets or code.writes_files(draft.program, node):
         return None
     if code.infers(node):
         return "inference"
@@ -353,12 +350,6 @@ def _showing(draft: Draft, statement: Statement) -> str | None:
     if any(draft.program.dotted(call.func) == "accelerate.Accelerator" for call in calls(node)):
         return "a trainer has an Accelerator of its own"
     return "display" if _only_computes(draft, node) or _draws(draft, node) else None
-
-
-def _sets_process(program: Program, node: ast.stmt) -> bool:
-    """Whether a statement inside sets an option of a library or an environment variable."""
-    inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
-    return any(program.sets_library(one) or environment_key(one) is not None for one in inside)
 
 
 def _only_computes(draft: Draft, node: ast.stmt) -> bool:

@@ -62,22 +62,12 @@ def title(notebook: Notebook, name: str, statements: Sequence[JsonObject], *, ke
     )
     dropped = _dropped(statements)
     removed = f"Left out (details in {name}.report.json): {'; '.join(dropped)}." if dropped else ""
-    return "\n".join(
-        [
-            "Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.",
-            "",
-            *(f"    {command.ljust(width)}  # {what}" for command, what in commands),
-            "",
-            *([batch] if keeps_batch else []),
-            *_wrapped(removed),
-            *_wrapped(made),
-            "",
-        ]
-    )
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False)
+    lines = ["Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.", ""]
+    lines += [f"    {command.ljust(width)}  # {what}" for command, what in commands]
+    lines += ["", *([batch] if keeps_batch else [])]
+    for text in (removed, made):
+        lines += textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, ""])
 
 
 def summary(statements: Sequence[JsonObject], notes: Sequence[str]) -> list[str]:
@@ -85,7 +75,9 @@ def summary(statements: Sequence[JsonObject], notes: Sequence[str]) -> list[str]
     counts = {kind: sum(one["outcome"] == kind for one in statements) for kind in ("kept", "rewritten", "dropped")}
     found = [f"{counts['kept']} of {len(statements)} statements are kept, {counts['rewritten']} are rewritten"]
     found += [f"left out: {text}" for text in _dropped(statements)]
-    found += [f"changed: {text}" for text in _rewritten(statements)]
+    changed = [one for one in statements if one["outcome"] == "rewritten"]
+    pairs = ((reason, one["cell"]) for one in changed for reason in one["reason"].split("; "))
+    found += [f"changed: {text}" for text in _by_reason(pairs)]
     rest = [*found, *notes]
     if len(rest) <= LINES:
         return rest
@@ -96,11 +88,6 @@ def _dropped(statements: Sequence[JsonObject]) -> list[str]:
     """`display or check (cells 3, 5)`: the statements that were left out, by reason."""
     dropped = [one for one in statements if one["outcome"] == "dropped" and not one["reason"].startswith(_UNUSED)]
     return _by_reason((one["reason"], one["cell"]) for one in dropped)
-
-
-def _rewritten(statements: Sequence[JsonObject]) -> list[str]:
-    changed = [one for one in statements if one["outcome"] == "rewritten"]
-    return _by_reason((reason, one["cell"]) for one in changed for reason in one["reason"].split("; "))
 
 
 def _folded(notes: Sequence[str]) -> list[str]:
@@ -125,15 +112,10 @@ def _by_reason(pairs: Iterable[tuple[str, int]]) -> list[str]:
 def report(notebook: Notebook, name: str, statements: Sequence[JsonObject], notes: Sequence[str]) -> JsonObject:
     """The report, with the lines that matter first. `name`: the script's, without its suffix."""
     notes = _folded([scrub(note) for note in dict.fromkeys(notes)])
-    shells = [
-        {
-            "cell": shell.cell,
-            "line": shell.line,
-            "text": scrub(shell.text.partition("\n")[0][:200]),
-            "outcome": "dropped",
-        }
-        for shell in notebook.shells
-    ]
+    shells = []
+    for one in notebook.shells:
+        text = scrub(one.text.partition("\n")[0][:200])
+        shells.append({"cell": one.cell, "line": one.line, "text": text, "outcome": "dropped"})
     return {
         "summary": summary(statements, notes),
         "notebook": notebook.name,

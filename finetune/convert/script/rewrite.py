@@ -124,8 +124,7 @@ class Rewriter(ast.NodeTransformer):
         found: list[ast.stmt] = []
         made: set[str] = set()
         for node in nodes[place + 1 :]:
-            called = [self.program.definition(getattr(call.func, "id", "")) for call in calls(node)]
-            each = [node, *(one for one in called if one is not None)]
+            each = [node, *self.program.called(node)]
             if saves(node) or isinstance(node, DEFINITIONS) or any(map(saves, each)):
                 if reads(node) & made:
                     return []
@@ -179,19 +178,19 @@ class Rewriter(ast.NodeTransformer):
 
     def _is_left_out(self, node: ast.stmt) -> bool:
         call = lone_call(node)
+        name = "" if call is None else self.program.dotted(call.func)
         if call is not None and is_push(self.program, call):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: {to_publish(node)}")
             self.reasons.append("nothing is published by a script")
             return True
-        login = call is not None and self.program.dotted(call.func).endswith("login")
-        if node in self.accounts and (login or not self.tracking):
+        if node in self.accounts and (name.endswith("login") or not self.tracking):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: account or service")
             self.reasons.append("account or service")
             return True
         if call is not None and only_installs(node):
             self.reasons.append("packages are installed before the script starts")
             return True
-        if call is not None and self._displays(call):
+        if name.startswith("IPython.") or name == "display" and name not in self.bound:  # only notebooks have these
             self.reasons.append("display")
             return True
         if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
@@ -202,9 +201,7 @@ class Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.Assign) and "CUDA_VISIBLE_DEVICES" in ast.unparse(node.targets[0]):
             self.reasons.append("each rank has its own device")
             return True
-        if of_launcher(node) or (
-            call is not None and self.program.dotted(call.func) == "torch.distributed.destroy_process_group"
-        ):
+        if of_launcher(node) or name == "torch.distributed.destroy_process_group":
             self.reasons.append("the launcher starts and connects the ranks")
             return True
         if isinstance(node, ast.Assign) and (variable := _secret(self.program, node.value)) is not None:
@@ -212,10 +209,10 @@ class Rewriter(ast.NodeTransformer):
                 self.reasons.append("secrets come from environment variables")
                 return True
         flag = isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS
-        device = call is not None and self.program.dotted(call.func).endswith("cuda.set_device")
-        if flag or device:
+        if flag or name.endswith("cuda.set_device"):
             self.reasons.append("each rank has its own device")
-        return flag or device
+            return True
+        return False
 
     def _of_accounts(self, node: ast.stmt) -> Sequence[ast.stmt]:
         """The statements inside a function or class that only log in or track, on every rank: `run = wandb.init()`,
@@ -252,11 +249,6 @@ class Rewriter(ast.NodeTransformer):
         else:
             raise self._refuse(f"`with {ast.unparse(node)[:60]}` starts a tracker on every rank; leave out the `as`")
         return node
-
-    def _displays(self, call: ast.Call) -> bool:
-        """`display(rows)`, which only notebooks have."""
-        name = self.program.dotted(call.func)
-        return name.startswith("IPython.") or name == "display" and name not in self.bound
 
     def _of_secrets(self, node: ast.stmt) -> bool:
         """A client of Kaggle's secrets, or a secret copied from a variable into the environment, where it is anyway."""
@@ -498,7 +490,11 @@ def writes_files(program: Program, node: ast.stmt) -> bool:
         return False
     if any(written_path(call) is not None or method(call) in _DUMPS for call in calls(node)):
         return True
-    return any(_function_writes(program, call.func.id) for call in calls(node) if isinstance(call.func, ast.Name))
+    runs: list[ast.AST] = []
+    for one in program.called(node):  # making an object of a class runs its constructor
+        parts = one.body if isinstance(one, ast.ClassDef) else [one]
+        runs += [part for part in parts if part is one or getattr(part, "name", "") == "__init__"]
+    return any(written_path(call) is not None for one in runs for call in calls(one))
 
 
 def _only_writes(node: ast.stmt) -> bool:
@@ -508,14 +504,6 @@ def _only_writes(node: ast.stmt) -> bool:
 
 
 _DUMPS = "makedirs mkdir rmtree copytree make_archive move copyfile unzip extractall urlretrieve".split()
-
-
-def _function_writes(program: Program, name: str) -> bool:
-    """Whether calling a function writes a file, or making an object of a class."""
-    found = program.definition(name)
-    made = [one for one in getattr(found, "body", ()) if getattr(one, "name", "") == "__init__"]
-    runs = made if isinstance(found, ast.ClassDef) else [found] if found is not None else []
-    return any(written_path(call) is not None for one in runs for call in calls(one))
 
 
 def guarded(condition: str, body: list[ast.stmt]) -> ast.stmt:

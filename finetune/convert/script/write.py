@@ -8,9 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
-from finetune.convert.analysis.names import DEFINITIONS, Program, calls, is_import, lone_call
+from finetune.convert.analysis.names import DEFINITIONS, Program, is_import, lone_call
 from finetune.convert.knowledge import named
-from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.notebook.read import Notebook, Refusal
 from finetune.convert.notebook.secrets import scrub
 from finetune.convert.script import rewrite as code
 from finetune.convert.script.arguments import Arguments
@@ -99,7 +99,8 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
         on_main = decision.where == AFTER and place not in draft.together
         done = rewriter.statement(statement, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
-        if done.nodes and not done.reasons and not _is_own_text(statement, done):
+        same = [*map(ast.dump, done.nodes)] == [*map(ast.dump, ast.parse(statement.source).body)]
+        if done.nodes and not done.reasons and not same:
             done.reasons = ["arguments are changed: see the notes"]
         draft.rewritten[place] = done
         draft.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
@@ -107,16 +108,12 @@ def _rewrite(draft: Draft, arguments: Arguments) -> None:
             draft.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons) or code.FROM_FINETUNE)
         elif done.reasons:
             decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
-    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(draft, place)}
+    needs = [one for place, node in nodes.items() if not is_import(node) for one in draft.rewritten[place].nodes]
+    used = {name for node in needs for name in code.reads(node)}
     once: dict[str, set[str]] = {TOP: set(), MAIN: set(), AFTER: set()}
     for place, node in sorted(nodes.items()):
         if is_import(node) and draft.decisions[place].outcome != "dropped":
             _only_used(draft, place, used, once[draft.decisions[place].where])
-
-
-def _used(draft: Draft, place: int) -> set[str]:
-    """The names that the statement needs from outside."""
-    return {name for node in draft.rewritten[place].nodes for name in code.reads(node)}
 
 
 def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None:
@@ -306,13 +303,10 @@ def _is_data(draft: Draft, place: int) -> bool:
 def _may_wait(draft: Draft, place: int) -> bool:
     """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
     node = draft.program.statements[place].node
-    called = {call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
-    inside = [one for one in map(draft.program.definition, called) if one is not None]
-    return place != draft.train and not any(sets_up(draft, one) or _collective(one) for one in [node, *inside])
-
-
-def _collective(node: ast.AST) -> bool:
-    return any(name in ast.unparse(node) for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
+    nodes = [node, *draft.program.called(node)]
+    texts = "\n".join(map(ast.unparse, nodes))
+    together = any(name in texts for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
+    return place != draft.train and not together and not any(sets_up(draft, one) for one in nodes)
 
 
 def _is_plain(draft: Draft, place: int) -> bool:
@@ -371,11 +365,6 @@ def _part(draft: Draft, place: int, comments: _Comments) -> Part:
     text = edited(statement.source, done.nodes[0]) if len(done.nodes) == 1 else None
     text = "\n".join(ast.unparse(node) for node in done.nodes) if text is None else text
     return Part(text=comments.above(place) + text, nodes=done.nodes)
-
-
-def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:
-    same = ast.parse(statement.source).body
-    return [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

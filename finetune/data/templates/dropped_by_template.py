@@ -39,15 +39,11 @@ class DroppedByTemplate:
 
 
 def _structure(message: Message) -> Any:
-    thinks = _has_reasoning(message)
+    thinks = message["role"] == "assistant" and CLOSE in (message.get("content") or "")
     if len(message) == 2 and not thinks:
         return message["role"]
     calls = len(message.get("tool_calls") or ())
     return (message["role"], thinks, message.get("content") is None, calls, *sorted(message))
-
-
-def _has_reasoning(message: Message) -> bool:
-    return message["role"] == "assistant" and CLOSE in (message.get("content") or "")
 
 
 def _find_dropped(row: Conversation, render: Render) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ COEFFICIENT = 0.01  # Switch Transformers, arXiv 2101.03961, section 2.2: enough
 def unused(run: Run) -> float | None:
     """Share of the experts without a token in the median of the last records; None if it is not recorded or the records
     have too few tokens to say."""
-    tokens = _tokens_per_expert(run)
-    return None if tokens is None or tokens < FEWEST_TOKENS else _at_the_end(run.series("experts_unused"))
+    seen, most = run.series("tokens_seen").finite().values, _most(run)
+    enough = len(seen) > 1 and most and float(np.median(np.diff(seen))) / most >= FEWEST_TOKENS  # in the median record
+    return _at_the_end(run.series("experts_unused")) if enough else None
 
 
 def share_on_one(run: Run) -> float | None:
@@ -40,12 +41,6 @@ def _most(run: Run) -> float | None:
     """The load of an expert that all tokens choose, in units of even use."""
     experts, chosen = run.number("experts.per_layer"), run.number("experts.per_token")
     return experts / chosen if experts and chosen else None
-
-
-def _tokens_per_expert(run: Run) -> float | None:
-    """Tokens of an expert in the median record, if all are used evenly."""
-    seen, most = run.series("tokens_seen").finite().values, _most(run)
-    return float(np.median(np.diff(seen))) / most if len(seen) > 1 and most else None
 
 
 def collapsed(run: Run, others: Sequence[Run] = ()) -> Finding | None:
