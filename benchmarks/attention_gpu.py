@@ -30,7 +30,7 @@ KINDS = {
     "layers torch": ["--model.layer_kernels", "torch"],
     "layers liger": ["--model.layer_kernels", "liger"],
 }
-LIMITS = gate.Limits(slowdown=2.0, loss_increase=0.1)  # percent, of the second kind over the first
+LIMITS = {"--max-slowdown": 2.0, "--max-loss-increase": 0.1}  # percent, of the second kind over the first
 QLORA = ("--model.load_in_4bit", "true")
 FULL = ("--model.full_finetuning", "true", "--training.learning_rate", "2e-5")
 # Name: shape, backend, tokens of a pack, packs of a step, steps, kinds compared, what all of them are given.

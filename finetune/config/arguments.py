@@ -141,8 +141,7 @@ ARGUMENTS = (
         remedy="use model.dtype: float16",
     ),
     Argument("bf16_full_eval fp16_full_eval", kept=(False,), remedy="use model.dtype"),
-    Argument("eos_token", remedy="it comes from the tokenizer and model.chat_template"),
-    Argument("pad_token", remedy="it comes from the tokenizer and model.chat_template"),
+    Argument("eos_token pad_token", remedy="it comes from the tokenizer and model.chat_template"),
     Argument("dataset_text_field", sets={ANY: ("data.dataset_text_field", ANY)}),
     Argument("dataset_num_proc", sets={ANY: ("data.num_proc", ANY)}, remedy="use data.num_proc"),
     Argument("max_length", fixed=None),
@@ -248,13 +247,7 @@ ARGUMENTS = (
     Argument("parallelism_config", kept=(None,), remedy=_SHARD, script=_LAUNCHED, left_out=_ONE_GPU),
     Argument("fsdp_config", remedy=_SHARD, left_out=_ONE_GPU),
     Argument("local_rank", reason="the launcher sets it", left_out="the launcher sets it"),
-    Argument("neftune_noise_alpha", passed=True),
     Argument("ddp_backend", kept=(None,), reason="NCCL connects GPUs, and gloo connects CPUs"),
-    Argument("run_name", passed=True),
-    Argument("gradient_checkpointing_kwargs", passed=True),
-    Argument("tf32", passed=True),
-    Argument("use_cpu", passed=True),
-    Argument("log_level_replica", passed=True),
     Argument(
         "lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules torch_compile"
         " torch_compile_backend torch_compile_mode use_cache torch_empty_cache_steps logging_first_step"
@@ -262,7 +255,8 @@ ARGUMENTS = (
         " restore_callback_states_from_checkpoint full_determinism dataloader_num_workers dataloader_pin_memory"
         " dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
         " dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers debug"
-        " skip_memory_metrics router_aux_loss_coef",
+        " skip_memory_metrics router_aux_loss_coef neftune_noise_alpha run_name gradient_checkpointing_kwargs tf32"
+        " use_cpu log_level_replica",
         passed=True,
     ),
     Argument(
@@ -279,16 +273,16 @@ ARGUMENTS = (
         moved=True,
     ),
     Argument("dataset_batch_size num_of_sequences chars_per_token infinite", TRAINER, now="", left_out=_NO_EFFECT),
-    Argument("model args train_dataset eval_dataset processing_class peft_config callbacks", TRAINER),
-    Argument("formatting_func quantization_config", TRAINER),
-    Argument("data_collator", TRAINER),
+    Argument(
+        "model args train_dataset eval_dataset processing_class peft_config callbacks formatting_func"
+        " quantization_config data_collator optimizers optimizer_cls_and_kwargs",
+        TRAINER,
+    ),
     Argument("compute_metrics", TRAINER, kept=(None,), remedy=_SCORED, script=_LOGITS_METRICS, left_out=_METRICS),
     Argument(
         "preprocess_logits_for_metrics", TRAINER,
         kept=(None,), remedy=_SCORED, script="evaluation does not build logits. Remove it", left_out=_METRICS,
     ),
-    Argument("optimizers", TRAINER),
-    Argument("optimizer_cls_and_kwargs", TRAINER),
     Argument(
         "compute_loss_func", TRAINER,
         kept=(None,), script=f"{_EXACT}. Remove it, or train with trl.SFTTrainer", changes_loss=True,
@@ -308,33 +302,28 @@ ARGUMENTS = (
 
 # Names of other tools: suggested in errors, not accepted. Each setting has one name.
 FOREIGN = {
-    "alpha": "lora.lora_alpha",
-    "base_model": "model.model_name_or_path",
-    "batch_size": "training.per_device_train_batch_size",
-    "cutoff_len": "data.max_length",
-    "data_path": "data.train_file",
-    "dataset": "data.dataset_name",
-    "dataset_path": "data.train_file",
-    "epochs": "training.num_train_epochs",
-    "lora_r": "lora.r",
-    "lora_rank": "lora.r",
-    "lora_target_modules": "lora.target_modules",
-    "lr": "training.learning_rate",
-    "lr_scheduler": "training.lr_scheduler_type",
-    "max_seq_len": "data.max_length",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "model_name": "model.model_name_or_path",
-    "num_epochs": "training.num_train_epochs",
-    "optimizer": "training.optim",
-    "rank": "lora.r",
-    "roles_to_train": "data.train_on_roles",
-    "sample_packing": "data.packing",
-    "seq_length": "data.max_length",
-    "sequence_len": "data.max_length",
-    "torch_dtype": "model.dtype",
-    "train_on_inputs": "data.assistant_only_loss",
-    "val_set_size": "data.eval_fraction",
-    "weights": "data.train",
+    name: key
+    for key, names in {
+        "data.assistant_only_loss": "train_on_inputs",
+        "data.dataset_name": "dataset",
+        "data.eval_fraction": "val_set_size",
+        "data.max_length": "cutoff_len max_seq_len seq_length sequence_len",
+        "data.packing": "sample_packing",
+        "data.train": "weights",
+        "data.train_file": "data_path dataset_path",
+        "data.train_on_roles": "roles_to_train",
+        "lora.lora_alpha": "alpha",
+        "lora.r": "lora_r lora_rank rank",
+        "lora.target_modules": "lora_target_modules",
+        "model.dtype": "torch_dtype",
+        "model.model_name_or_path": "base_model model_name",
+        "training.learning_rate": "lr",
+        "training.lr_scheduler_type": "lr_scheduler",
+        "training.num_train_epochs": "epochs num_epochs",
+        "training.optim": "optimizer",
+        "training.per_device_train_batch_size": "batch_size micro_batch_size",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -17,6 +17,7 @@ Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
 AT_LEAST_0: Range = ("at least 0", lambda value: value >= 0)
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
+AT_LEAST_2: Range = ("at least 2", lambda value: value >= 2)  # tokens: the first is never supervised
 ABOVE_0: Range = ("above 0", lambda value: value > 0)
 FRACTION: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 STEPS_OR_OFF: Range = ("-1 (off) or at least 1", lambda value: value == -1 or value >= 1)
@@ -147,7 +148,7 @@ class DataConfig:
         "text", "Text column. As in TRL, columns of messages, prompts or token ids take precedence.", NOT_EMPTY
     )
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
-    max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
+    max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_2)
     over_length: Literal["truncate", "keep_end", "drop", "split"] | None = _setting(
         None,
         "What to do with longer documents: keep their start or end, drop or split them. null: split raw text (.txt,"

@@ -12,19 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.review.assemble import Review
     from finetune.runtime.types import JsonObject
-
-
-def review(folders: Sequence[Path]) -> Review:
-    """Read and judge runs; `to_dict()` of the result is what `finetune review --json` writes.
-
-    Raises:
-        UserError: a folder holds no run.
-    """
-    from finetune.review import assemble
-
-    return assemble.review(folders)
 
 
 def divergence(losses: Sequence[float], evaluations: Sequence[JsonObject]) -> str | None:
@@ -43,6 +31,7 @@ def divergence(losses: Sequence[float], evaluations: Sequence[JsonObject]) -> st
 def conclusion(folder: Path) -> tuple[list[str], str | None]:
     """The verdict on a run as lines, and what to change first if it is a warning about what the run has learned. What
     goes wrong here ends no run."""
+    from finetune.review.assemble import review
     from finetune.review.rules import LEARNING
 
     try:

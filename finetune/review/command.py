@@ -58,10 +58,11 @@ def run(argv: list[str]) -> int:
         return DONE
     if not options.runs:
         raise UserError("no run was given. Give the training.output_dir of a run, or a folder of runs.")
-    limits = gate.Limits(slowdown=options.max_slowdown, loss_increase=options.max_loss_increase)
+    limits = {"--max-slowdown": options.max_slowdown, "--max-loss-increase": options.max_loss_increase}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
     result = review(expand(options.runs))
     compared: list[gate.Comparison] = []
-    if limits.given:
+    if limits:
         if not runs.is_run(first := options.runs[0]):
             raise UserError(
                 f"the baseline must be one run: {first} holds several. Give the folder of one of them first."
@@ -71,7 +72,7 @@ def run(argv: list[str]) -> int:
     for line in gate.lines(compared):
         print_line(line)
     if options.json:
-        gated = {"gate": [one.to_dict() for one in compared]} if limits.given else {}
+        gated = {"gate": [one.to_dict() for one in compared]} if limits else {}
         write_json(options.json, result.to_dict() | to_json_types(gated))
     if options.html:
         from finetune.review import page

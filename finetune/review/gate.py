@@ -14,25 +14,6 @@ _ROUNDING = 1e-9  # percent: 1.05 / 1.00 is not more than 5 % slower
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much worse than the baseline a run may be, in percent of the baseline's figure; None: not judged.
-
-    Attributes:
-        slowdown: more time per step, and fewer tokens/s per device.
-        loss_increase: more loss in the last step, and in the last evaluation if there is one.
-    """
-
-    slowdown: float | None = None
-    loss_increase: float | None = None
-
-    @property
-    def given(self) -> dict[str, float]:
-        """The limits that are set, by the name of their option."""
-        options = {"--max-slowdown": self.slowdown, "--max-loss-increase": self.loss_increase}
-        return {name: limit for name, limit in options.items() if limit is not None}
-
-
-@dataclass(frozen=True)
 class Comparison:
     """One figure of a run beside the baseline's.
 
@@ -71,18 +52,20 @@ class Comparison:
 _HIGHER_IS_BETTER = ("tokens_per_second_per_gpu",)
 
 
-def compare(records: Mapping[str, Mapping[str, object]], limits: Limits) -> list[Comparison]:
+def compare(records: Mapping[str, Mapping[str, object]], limits: Mapping[str, float]) -> list[Comparison]:
     """Every figure that the limits name, of every run against the first.
 
     Args:
         records: content of run.json by the run's name, the baseline first.
+        limits: how much worse than the baseline a run may be, in percent, by option: of `--max-slowdown` more time per
+            step and fewer tokens/s per device, of `--max-loss-increase` more loss in the last step and evaluation.
 
     Raises:
         UserError: a run is not finished, or lacks a figure that another run of its pair has or every run must have.
     """
     (baseline, first), *others = records.items()
     if not others:
-        options = " and ".join(limits.given)
+        options = " and ".join(limits)
         raise UserError(
             f"{options} compares runs with the first one, and there is only one: {baseline}. Give the baseline first, "
             "then the runs to judge."
@@ -94,7 +77,7 @@ def compare(records: Mapping[str, Mapping[str, object]], limits: Limits) -> list
     return [
         _compared(baseline, name, figure, option, limit, known, figures.get(figure))
         for name, record in others
-        for option, limit in limits.given.items()
+        for option, limit in limits.items()
         for figures in [_FIGURES[option](record)]
         for figure, known in (dict.fromkeys(figures) | _FIGURES[option](first)).items()
     ]

@@ -44,7 +44,7 @@ def content(review: JsonObject) -> JsonObject:
     the rules mean that found something.
 
     Args:
-        review: `finetune.review.review(...).to_dict()`.
+        review: `assemble.review(...).to_dict()`.
     """
     found = {finding["rule"] for run in review["runs"] for finding in run.get("findings", [])}
     rules = {name: asdict(one) for name, one in explanations().items() if name in found}
@@ -56,7 +56,7 @@ def html(review: JsonObject) -> str:
     a heading that says what was reviewed and when.
 
     Args:
-        review: `finetune.review.review(...).to_dict()`.
+        review: `assemble.review(...).to_dict()`.
     """
     heading = title([run["run"] for run in review["runs"]])
     report = {"title": heading, "written": time.time()}

@@ -121,8 +121,8 @@ def from_lines(starts: list[JsonObject], lines: list[JsonObject]) -> Ranks | Non
         known |= rank_entries(start)
     entries = [[rank_entries(one)[number] for number in numbers] for one in lines]
     shape = (len(lines), len(numbers))
-    columns = {name: _matrix((one.get(name) for row in entries for one in row), shape) for name in TIMES}
-    columns |= {name: _matrix((one.get(name) for row in entries for one in row), shape) for name in COUNTS + MEMORY}
+    names = TIMES + COUNTS + MEMORY
+    columns = {name: _matrix((one.get(name) for row in entries for one in row), shape) for name in names}
     gpus = [[mapping(one.get("gpu")) for one in row] for row in entries]
     columns |= {f"gpu_{name}": _matrix((one.get(name) for row in gpus for one in row), shape) for name in GPU}
     counts = np.array([count(one.get("steps")) or 1 for one in lines], np.int64)

@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.engine.monitoring import tensorboard_pages
-from finetune.review import review
+from finetune.review.assemble import review
 from finetune.review.page import html
 from finetune.runtime.tags import BY_NAME, PHASES, tag
 from tests.cases import models

@@ -286,7 +286,7 @@ def scalars_only(file: Path) -> bytes:
 
 def main(names: Sequence[str]) -> int:
     """Record these fixtures, or all."""
-    from finetune.review import review
+    from finetune.review.assemble import review
 
     failed = []
     try:

@@ -15,8 +15,8 @@ from finetune import dashboard
 from finetune.engine.monitoring import tensorboard_pages
 from finetune.engine.monitoring.event_file import EventFile
 from finetune.review import page as report
-from finetune.review import review
 from finetune.review import run as runs
+from finetune.review.assemble import review
 from tests.helpers import launch
 from tests.review import record
 

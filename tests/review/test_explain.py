@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from finetune.review import command, review
+from finetune.review import command
+from finetune.review.assemble import review
 from finetune.review.finding import percent
 from finetune.review.rules import RULES, data, explanations, learning, memory, ranks, routing, speed, straggler
 from tests.helpers import ROOT

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.review import review
 from finetune.review import run as runs
+from finetune.review.assemble import review
 from finetune.review.rules import RULES, learning, memory, ranks, routing, speed, straggler, timing
 from finetune.review.run import Run
 from tests.review import record

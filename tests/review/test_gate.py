@@ -107,7 +107,7 @@ def test_a_baseline_without_a_percentage_is_refused(tmp_path: Path, capsys: pyte
 
 def test_the_first_run_is_the_baseline_of_all_others(tmp_path: Path) -> None:
     runs = [{**BASELINE, "step_seconds_median": seconds} for seconds in (0.2, 0.3, 0.1, 0.25)]
-    found = gate.compare({f"run{n}": run for n, run in enumerate(runs)}, gate.Limits(slowdown=30))
+    found = gate.compare({f"run{n}": run for n, run in enumerate(runs)}, {"--max-slowdown": 30})
     assert [(one.run, one.figure) for one in found if one.breached] == [("run1", "step_seconds_median")]
     changes = [one.change_percent for one in found if one.figure == "step_seconds_median"]
     assert changes == pytest.approx([50, -50, 25])
@@ -115,7 +115,7 @@ def test_the_first_run_is_the_baseline_of_all_others(tmp_path: Path) -> None:
 
 def test_evaluation_sets_are_compared_by_name() -> None:
     first, second = ({**BASELINE, "eval_loss_after": {"x": 1.0, "y": y}} for y in (2.0, 2.2))
-    found = gate.compare({"a": first, "b": second}, gate.Limits(loss_increase=5))
+    found = gate.compare({"a": first, "b": second}, {"--max-loss-increase": 5})
     assert [(one.figure, round(one.change_percent, 6)) for one in found if one.breached] == [("eval_loss_after.y", 10)]
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from finetune import cli
 from finetune.errors import UserError
-from finetune.review import command, events, report, review
+from finetune.review import command, events, report
 from finetune.review import run as runs
+from finetune.review.assemble import review
 from finetune.runtime.tags import tag
 from tests.review import synthetic
 
@@ -502,7 +503,7 @@ def test_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
     make_run(tmp_path)
     code = (
         "import sys; import finetune.review; assert not {'numpy', 'rich', 'tensorboard'} & sys.modules.keys();"
-        f"from pathlib import Path; finetune.review.review([Path({str(tmp_path)!r})]).to_dict();"
+        f"from pathlib import Path; finetune.review.assemble.review([Path({str(tmp_path)!r})]).to_dict();"
         "assert not {'torch', 'tensorflow', 'transformers', 'pandas'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

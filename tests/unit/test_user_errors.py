@@ -59,7 +59,7 @@ YAML = {
     "quoted": (b'training: {global_batch_size: "16"}', 'expected an integer or null, got the string "16"'),
     "nan": (b"training: {learning_rate: .nan}", "expected a number"),
     "infinity": (b"training: {learning_rate: .inf}", "expected a number"),
-    "negative": (b"data: {max_length: -5}", "must be at least 1"),
+    "negative": (b"data: {max_length: -5}", "must be at least 2"),
     "NUL": (b'training: {output_dir: "a\\0b"}', "contains a NUL character"),
     "tag of a bool": (b'data: {packing: !!bool "x"}', "does not fit its tag"),
     "tag of a date": (b'a: !!timestamp "x"', "does not fit its tag"),

@@ -71,9 +71,10 @@ class Encoder:
     chat_template_kwargs: variables for the chat template; those of a row come before them.
     markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
     text_end: what ends a text, instead of what a tokenizer adds; None for EOS, and what it adds, as in TRL.
-    max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
-        dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
-        before it, as context, so that every label is predicted exactly once. Pieces without labels are dropped.
+    max_length: in tokens, at least 2; None for no limit. Longer rows are cut at the end ("truncate") or at the start
+        ("keep_end"), dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last
+        token of the piece before it, as context, so that every label is predicted exactly once. Pieces without labels
+        are dropped.
 
     A text gets the tokenizer's special tokens, and EOS unless it ends with it. A text that begins with BOS gets no
     second one.
@@ -106,18 +107,6 @@ class Encoder:
             raise UserError(
                 f"The tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not report the positions "
                 "of tokens in the text. Use a fast tokenizer (one with a tokenizer.json)."
-            )
-        chosen = {
-            "last_turn_only": last_turn_only,
-            "train_on_roles": train_on_roles is not None,
-            "train_on_tool_calls": not train_on_tool_calls,
-            "train_on_thinking": not train_on_thinking,
-        }
-        for name in (name for name, given in chosen.items() if given and not assistant_only_loss):
-            raise UserError(f"data.{name} requires data.assistant_only_loss. Set data.assistant_only_loss: true.")
-        if max_length is not None and max_length < 2:
-            raise UserError(
-                f"data.max_length is {max_length}. Set it to at least 2, because the first token is never supervised."
             )
         self._tokenizer = tokenizer
         self._template = chat_template

@@ -151,7 +151,9 @@ class SpanFinder:
             spans = self._spans(row, text, turns, marks)
             notes = self._dropped.notes(row, self.render)
         if self._reasoning is not None:
-            spans = [(turn, self._without_reasoning(row.messages[turn], text, span)) for turn, span in spans]
+            answers = {i: message for i, message in enumerate(row.messages) if message["role"] == "assistant"}
+            begin = self._reasoning.end
+            spans = [(i, (begin(answers[i], text, *span), span[1]) if i in answers else span) for i, span in spans]
         if by_skeleton and not self.marked:
             text, spans = self._with_ends(row, text, spans)
         return text, spans, notes
@@ -275,11 +277,6 @@ class SpanFinder:
         if sorted(counts) != counts or counts[-1] != len(marks):
             raise _ambiguous(assistants[-1], "the number of {% generation %} marks before it depends on what follows")
         return {i: marks[start:stop] for i, start, stop in zip(assistants, counts, counts[1:], strict=False)}
-
-    def _without_reasoning(self, message: Message, text: str, span: Span) -> Span:
-        if self._reasoning is None or message["role"] != "assistant":
-            return span
-        return self._reasoning.end(message, text, *span), span[1]
 
     def _skeleton(self, row: Conversation) -> _Skeleton | None:
         """The skeleton for these roles, or None if messages have more than contents (tools, thinking)."""

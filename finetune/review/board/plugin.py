@@ -99,7 +99,7 @@ class ReviewPlugin(base_plugin.TBPlugin):
 
 def _review(found: list[Found]) -> JsonObject:
     """The review of the runs that wrote last. A run that cannot be reviewed does not hide the others."""
-    from finetune.review import review
+    from finetune.review.assemble import review
     from finetune.review.page import content
 
     shown = found[:MOST_RUNS]
@@ -114,7 +114,7 @@ def _review(found: list[Found]) -> JsonObject:
 
 
 def _alone(run: Found) -> JsonObject:
-    from finetune.review import review
+    from finetune.review.assemble import review
 
     try:
         return review([run.folder]).to_dict()["runs"][0]

@@ -211,7 +211,7 @@ def test_file_and_command_line_are_reported_together(write):
         ("--data.columns=[a]", "a mapping of strings to strings"),
         ("--data.columns={a: 1}", "a mapping of strings to strings"),
         ("--data.columns={1: a}", "a mapping of strings to strings"),
-        ("--data.max_length=0", "at least 1"),
+        ("--data.max_length=1", "at least 2"),
         ("--data.num_proc=-2", "at least 1"),
         ("--model.backend=cuda", "one of auto, unsloth, transformers"),
         ("--model.dtype=bf16", "one of auto, bfloat16, float16, float32"),

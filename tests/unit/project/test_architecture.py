@@ -268,7 +268,6 @@ OF_NO_MODULE = {
     ],
     "one feature, through all modules that take part in it": [
         "convert/script/test_code.py",
-        "convert/test_objects.py",
         "data/templates/test_trained_messages.py",
         "data/test_tokenized_rows.py",
         "engine/model/test_families.py",

@@ -197,8 +197,6 @@ def test_everything_is_supervised_without_assistant_only_loss() -> None:
     encoded = encode_one(encoder_for("llama3", assistant_only_loss=False), HELLO)
     assert (encoded.labels == encoded.input_ids).all()
     assert encoded.label_tokens == len(encoded.labels) - 1  # nothing precedes the first token
-    with pytest.raises(UserError, match="assistant_only_loss"):
-        encoder_for("chatml", assistant_only_loss=False, last_turn_only=True)
 
 
 PLAIN = (

@@ -485,8 +485,6 @@ def test_rows_of_text_refuse_what_selects_messages(option: dict[str, Any]) -> No
     (name,) = option
     with pytest.raises(UserError, match=f"data.{name} cannot be used with rows of text"):
         Encoder(tokenizer_for("chatml"), CHATML.template, **option).encode_batch([Text(text="Hello")])
-    with pytest.raises(UserError, match=f"data.{name} requires data.assistant_only_loss"):
-        Encoder(tokenizer_for("chatml"), CHATML.template, assistant_only_loss=False, **option)
 
 
 @pytest.fixture(scope="module")
