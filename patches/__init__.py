@@ -16,6 +16,7 @@ from patches import (
     unsloth_full_checkpointing,
     unsloth_fused_loss_backward,
     unsloth_fused_loss_view,
+    unsloth_fused_loss_waits,
     unsloth_merged_export_ranks,
     unsloth_packed_fused_loss,
     unsloth_packed_probe_in_checkpoint,
@@ -30,6 +31,7 @@ LATE = (
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
     unsloth_packed_fused_loss,
+    unsloth_fused_loss_waits,
     unsloth_packed_probe_in_checkpoint,
     unsloth_rope_gradient_layout,
 )

@@ -114,6 +114,7 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
         same_packs = [Setting(rows, longest), *packs]
         documented = [Setting(2, longest, 4, "unsloth")]
         found |= {
+            "ours_padded": Variant(stack="ours", settings=padded),
             "unsloth_packed": Variant(stack="unsloth", settings=same_packs, packing=True),
             "unsloth_padded": Variant(stack="unsloth", settings=padded),
             "unsloth_documented": Variant(stack="unsloth", settings=documented),

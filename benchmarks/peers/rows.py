@@ -27,7 +27,8 @@ def build(file: Path, kind: str, longest: int, tokenizer: Any, corpus: Path) -> 
         return json.loads(about.read_text())
     texts = [" ".join(map(str, json.loads(line).values())) for line in corpus.read_text(encoding="utf-8").splitlines()]
     own = texts[: ROWS[kind]] if kind == "own" else []
-    lengths = [min(longest, len(ids) + 1) for ids in tokenizer(own, add_special_tokens=False)["input_ids"] if own]
+    own_ids = tokenizer(own, add_special_tokens=False)["input_ids"] if own else []
+    lengths = [min(longest, len(ids) + 1) for ids in own_ids]
     ids = tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"]
     generator = random.Random(7)
     with file.open("w", encoding="utf-8") as out:

@@ -280,8 +280,11 @@ def why_not_computed(model: Model) -> str | None:
 
 def _source(kind: type[torch.nn.Module]) -> str:
     """Of a layer's forward pass; empty if there is none that would tell."""
+    forward = kind.forward
     try:
-        return inspect.getsource(kind.forward)
+        # On a GPU Unsloth puts layers in the place of transformers' that only call a function of this name.
+        forward = getattr(forward, "__globals__", {}).get(f"{kind.__name__}_forward", forward)
+        return inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
         return ""
 

@@ -14,6 +14,8 @@ from finetune.data.layout import Layout
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject
 
+PREDICTING = "predicting"  # what a micro-batch has beside a model's inputs
+
 
 def eval_datasets(layout: Layout | Mapping[str, Layout] | None) -> Any:
     """What TRL's constructor gets as its evaluation rows; it only looks whether there are any, and at their names."""
@@ -52,6 +54,15 @@ def targets(inputs: JsonObject) -> torch.Tensor:
     none."""
     shifted = inputs.get("shift_labels")
     return inputs["labels"][:, 1:] if shifted is None else shifted
+
+
+def predicting(labels: torch.Tensor) -> torch.Tensor:
+    """Places in the flattened micro-batch whose next token is supervised, int64 [supervised tokens].
+
+    Args:
+        labels: int64 [rows, positions] on the host.
+    """
+    return F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1)).flatten().nonzero().squeeze(-1)
 
 
 def to_device(

@@ -4,7 +4,7 @@ replayed.
 A pass of a small model launches thousands of kernels, which takes the host longer than the GPU takes to run them. A
 graph is one launch. It computes at the addresses that it was recorded at, so a micro-batch is copied into tensors that
 stay; the boundaries of its documents too, of which there are always as many: those that it lacks are empty. What
-follows the decoder is launched as ever: the losses pick the supervised tokens, whose number the host has to know.
+follows the decoder is launched as ever: the losses pick the supervised tokens, of which there are other numbers.
 Gradients are parts of one tensor, to which the replays add. Several ranks sum that tensor after their last pass,
 without DDP, which learns of gradients from autograd.
 """
@@ -227,12 +227,15 @@ class DecoderGraphs:
         self.bytes = 0  # of the GPU's memory that the recording holds
         self.replays = 0
         self.gradients = FlatGradients(trainer.model.parameters())
+        self._lengths: JsonObject = {}  # of the documents, between model and decoder
+        self._hook = trainer.model.register_forward_pre_hook(self._take_lengths, with_kwargs=True)
         self._own = vars(self._decoder).get("forward")
         self._launch = self._decoder.forward
         self._decoder.forward = self._call
 
     def remove(self) -> None:
         """Leave the decoder and the gradients as they were."""
+        self._hook.remove()
         if self._own is None:
             del self._decoder.forward
         else:
@@ -240,7 +243,14 @@ class DecoderGraphs:
         self.gradients.free()
         self._output = self._inputs = None
 
+    def _take_lengths(self, model: torch.nn.Module, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
+        """Unsloth's loss would wait for the GPU to get them there, to mask labels that are masked (`collate`)."""
+        self._lengths = {LENGTHS: given.pop(LENGTHS)} if LENGTHS in given else {}
+        return args, given
+
     def _call(self, *args: Any, **given: Any) -> Any:
+        given |= self._lengths
+        self._lengths = {}  # a text is generated without the model around the decoder
         if args or not (torch.is_grad_enabled() and self._decoder.training):
             return self._launch(*args, **given)
         if self._inputs is None:

@@ -45,9 +45,11 @@ from finetune.engine.optimizer import master_weights
 from finetune.engine.sharding import checkpoint_weights, shard
 from finetune.engine.training import evaluation, recompute, state_files
 from finetune.engine.training.batches import (
+    PREDICTING,
     PlanLoader,
     eval_datasets,
     own_part,
+    predicting,
     targets,
     to_device,
     unwrap_host_tensors,
@@ -70,6 +72,7 @@ from finetune.runtime.machine import flash
 from finetune.runtime.ranks import activity, distributed, interrupt, launcher
 from finetune.runtime.ranks.context_group import ALONE, ContextGroup
 from finetune.runtime.types import JsonObject
+from patches import unsloth_fused_loss_waits
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -279,6 +282,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _prepare_inputs(self, inputs: JsonObject) -> JsonObject:
         """Move a micro-batch to the device without blocking; transformers' method blocks on each tensor."""
+        if self.stack.backend == "unsloth" and self.stack.device == "cuda" and self.context.size == 1:
+            inputs = {**inputs, PREDICTING: predicting(inputs["labels"]).pin_memory()}
         return to_device(inputs, self.args.device, self._of_pack)
 
     def get_batch_samples(
@@ -367,16 +372,18 @@ class SFTTrainer(trl.SFTTrainer):
         Args:
             num_items_in_batch: supervised tokens of the global batch. Without it the loss is the micro-batch's mean.
         """
-        lengths = inputs.pop("document_lengths", None)
+        lengths, places = inputs.pop("document_lengths", None), inputs.pop(PREDICTING, None)
         if return_outputs or num_items_in_batch is None:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        if lengths is None or not torch.is_grad_enabled():
-            return self._token_loss(model, inputs, num_items_in_batch, **kwargs)
-        tokens = inputs["input_ids"].numel()
-        share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
+        tokens = inputs["labels"].numel()
         with contextlib.ExitStack() as passes:
+            if places is not None:
+                passes.enter_context(unsloth_fused_loss_waits.known(places, tokens))
+            if lengths is None or not torch.is_grad_enabled():
+                return self._token_loss(model, inputs, num_items_in_batch, **kwargs)
+            share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
             if (load := self.statistics.expert_load) is not None:
                 passes.enter_context(load.forward(lengths, tokens))
             if self.load_balancing is not None:

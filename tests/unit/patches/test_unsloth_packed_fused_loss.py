@@ -64,7 +64,8 @@ def test_nothing_to_do(made: types.ModuleType | None, monkeypatch: pytest.Monkey
 @pytest.mark.unsloth
 @pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
-    """Loss and gradients over packs, through the function that the model calls, before and after the patch."""
+    """Loss and gradients over packs, through the function that the model calls, before and after the patch. Then with
+    the supervised positions known, for which the loss no longer looks."""
     script = """
 import sys, unsloth, torch
 from patches import core, unsloth_packed_fused_loss as patch
@@ -86,7 +87,31 @@ none = not called
 applied = core.run([patch])[0].applied
 after = step()
 torch.testing.assert_close(after, before)
-print("RESULT", none, applied, len(called))
+
+from patches import unsloth_fused_loss_waits as waits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Looks(TorchDispatchMode):
+    times = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        Looks.times += operator is torch.ops.aten.nonzero.default
+        return operator(*args, **(kwargs or {}))
+
+looks, fused = [], sys.modules[waits.MODULE]
+waited = core.run([waits])[0].applied
+places = torch.arange(11)  # this loss does not know the lengths; the last token predicts none
+whole = fused._ce_impl
+for known in (False, True):
+    Looks.times = 0
+    def watched(*args):
+        with Looks():
+            return whole(*args)
+    fused._ce_impl = watched
+    with waits.known(places if known else places[:0], 12 if known else 0):
+        torch.testing.assert_close(step(), before)
+    looks.append(Looks.times)
+print("RESULT", none, applied, len(called), waited, looks)
 """
     done = launch.on_the_installed_unsloth(script, tmp_path)
-    assert "RESULT True True 1" in done.stdout, done.stderr[-4000:]
+    assert "RESULT True True 3 True [1, 0]" in done.stdout, done.stderr[-4000:]
