@@ -154,7 +154,7 @@ def advise_configuration(
     most = None if short else base.recommended  # nor is a larger micro-batch worth another dry run
     worlds = worlds[:1] if short else worlds
     measured = candidates.measure_at_world_sizes(config, bench, base.measured, most, worlds)
-    rows, chosen, between = prediction.compare(measured, options, machine)
+    rows, chosen, connecting = prediction.compare(measured, options, machine)
     searched = most is not None and config.training.gradient_accumulation_steps is None
     settings = [candidates.PER_DEVICE, str(chosen.per_device)] if searched else []
     arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
@@ -181,7 +181,7 @@ def advise_configuration(
             *report.active_parameters(one),
             report.gradients(one),
         ],
-        "start_up_of_ranks_seconds": between.connecting,
+        "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.advise import candidates, verdict
@@ -18,15 +17,6 @@ from finetune.measure.predict import Curve, buckets
 from finetune.runtime.machine.hardware import Hardware
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collectives:
-    """The all-reduce by number of devices, or the reason why it is not known; and the seconds that several ranks take
-    to connect."""
-
-    all_reduce: Mapping[int, tuple[Curve | None, str]]
-    connecting: float
-
-
 def check_job(config: Config) -> None:
     """Raise a UserError for a job whose GPUs do not each train whole rows with the whole model."""
     shared = config.training.context_parallel
@@ -38,8 +28,11 @@ def check_job(config: Config) -> None:
         )
 
 
-def collectives(worlds: list[int], one: Measurement, machine: Hardware, file: Path | None = None) -> Collectives:
-    """Those of these numbers of devices, as far as they are here.
+def all_reduces(
+    worlds: list[int], one: Measurement, machine: Hardware, file: Path | None = None
+) -> tuple[dict[int, tuple[Curve | None, str]], float]:
+    """The all-reduce by number of devices, as far as they are here, or the reason why it is not known; and the seconds
+    that several ranks take to connect.
 
     Args:
         one: the job, whose messages count.
@@ -49,14 +42,14 @@ def collectives(worlds: list[int], one: Measurement, machine: Hardware, file: Pa
     missing = [world for world in worlds if 1 < world <= devices_here(machine) and world not in given]
     sent = buckets(one.gradients.sizes, one.gradients.cap, one.gradients.first)
     curves, connecting = candidates.measure_curves(missing, machine, sent)
-    curves |= {world: (curve, str(file)) for world, curve in given.items()}
-    return Collectives(all_reduce=curves, connecting=connecting)
+    return curves | {world: (curve, str(file)) for world, curve in given.items()}, connecting
 
 
 def compare(
     measured: Mapping[int, Measurement | str], options: argparse.Namespace, machine: Hardware
-) -> tuple[list[Row], Row, Collectives]:
-    """All numbers of devices, of which one comes first; the chosen one; and their collectives.
+) -> tuple[list[Row], Row, float]:
+    """All numbers of devices, of which one comes first; the chosen one; and the seconds that several ranks take to
+    connect.
 
     Args:
         measured: the job as one of each number of devices, or why it is not known.
@@ -67,12 +60,12 @@ def compare(
     one = measured[1]
     if isinstance(one, str):
         raise RunError(f"One device cannot be measured: {one}")
-    between = collectives(sorted(measured), one, machine, options.comm)
+    curves, connecting = all_reduces(sorted(measured), one, machine, options.comm)
     rows = verdict.rows(
         {world: found if isinstance(found, str) else found.work(world) for world, found in measured.items()},
-        between.all_reduce,
+        curves,
         here=devices_here(machine),
-        extra_start_up_seconds=between.connecting,
+        extra_start_up_seconds=connecting,
         price_per_gpu_hour=options.price_per_gpu_hour,
     )
-    return rows, verdict.choose(rows, fastest=options.fastest), between
+    return rows, verdict.choose(rows, fastest=options.fastest), connecting

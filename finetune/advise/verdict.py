@@ -75,40 +75,31 @@ def rows(
     if isinstance(first, str):
         raise ValueError(f"one device was not measured: {first}")
     alone = predict(first, 1, None)
-    one = Row(
-        world_size=1,
-        here=True,
-        source=None,
-        reason="measured",
-        per_device=first.per_device,
-        prediction=alone,
-        efficiency=1.0,
-        fits=None if first.memory_bytes is None else True,
-        cost=None if price_per_gpu_hour is None else alone.cost(price_per_gpu_hour),
-    )
-    found = [one]
-    for world in sorted(set(by_world_size) - {1}):
-        work = by_world_size[world]
+    found = []
+    for world in sorted(by_world_size):
+        work, is_one = by_world_size[world], world == 1
         curve, source = curves.get(world, (None, "its all-reduce was not measured"))
-        if isinstance(work, str) or curve is None:
+        if isinstance(work, str) or curve is None and not is_one:
             reason = work if isinstance(work, str) else source
             found.append(Row(world_size=world, here=world <= here, source=None, reason=reason))
             continue
-        work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
-        several, memory = predict(work, world, curve), work.memory_bytes
+        if not is_one:
+            work = replace(work, start_up_seconds=first.start_up_seconds + extra_start_up_seconds)
+        several, memory = predict(work, world, None if is_one else curve), work.memory_bytes
+        fits = is_one or memory is None or held.fits(several.peak_memory_bytes, held.limit_of(memory))
         row = Row(
             world_size=world,
-            here=world <= here,
-            source=source,
-            reason="",
+            here=is_one or world <= here,
+            source=None if is_one else source,
+            reason="measured",
             per_device=work.per_device,
             prediction=several,
             efficiency=several.efficiency(alone),
-            fits=None if memory is None else held.fits(several.peak_memory_bytes, held.limit_of(memory)),
+            fits=None if memory is None else fits,
             cost=None if price_per_gpu_hour is None else several.cost(price_per_gpu_hour),
-            break_even_steps=several.break_even_steps(alone),
+            break_even_steps=None if is_one else several.break_even_steps(alone),
         )
-        found.append(replace(row, reason=_reason(row, several, alone, memory)))
+        found.append(row if is_one else replace(row, reason=_reason(row, several, alone, memory)))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, rules
 from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
+from finetune.drop_in import settings
 from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
@@ -49,13 +50,13 @@ def load(
         return model, peft_config
     from trl.trainer.utils import create_model_from_path
 
-    settings = {"trust_remote_code": args.trust_remote_code, **model_arguments(args)}
-    if quantization_config is not None and "quantization_config" in settings:
+    given = {"trust_remote_code": args.trust_remote_code, **model_arguments(args)}
+    if quantization_config is not None and "quantization_config" in given:
         raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
     if quantization_config is not None:
-        settings["quantization_config"] = quantization_config
+        given["quantization_config"] = quantization_config
     with loaded_weights.require_all(full=peft_config is None):
-        loaded: Any = create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+        loaded: Any = create_model_from_path(model, **{**given, "device_map": stack.device_map})
     return loaded, peft_config
 
 
@@ -140,19 +141,14 @@ def engine_lora_config(peft_config: PeftConfig | None, model: str) -> LoraConfig
     given = {one.name: getattr(peft_config, one.name) for one in dataclasses.fields(Lora) if one.init}
     plain = {one.name: getattr(Lora(), one.name) for one in dataclasses.fields(Lora) if one.init}
     changed = {name: value for name, value in given.items() if value != plain[name] and name != "task_type"}
-    targets = changed.pop("target_modules", None)
+    targets = given["target_modules"]
     if targets is None:
         targets = DEFAULTS.get(AutoConfig.from_pretrained(model).model_type)
-    ours = {one.name for one in dataclasses.fields(LoraConfig)}
-    own = {name: given[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")}
     changed["target_modules"] = targets  # as an argument of PEFT's: with its meaning for a mixture of experts
-    ours -= {"target_modules"}
-    parameters = given["target_parameters"]
-    return LoraConfig(
-        **own,
+    ours = {one.name for one in dataclasses.fields(LoraConfig)} - {"target_modules"}
+    return dataclasses.replace(
+        settings.adapter(peft_config),
         target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
-        target_parameters=sorted(parameters) if parameters else None,
-        modules_to_save=list(given["modules_to_save"]) if given["modules_to_save"] else None,
         adapter_kwargs={name: value for name, value in changed.items() if name not in ours},
     )
 

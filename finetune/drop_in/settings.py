@@ -186,7 +186,7 @@ def configuration(args: trl.SFTConfig, stack: Stack, model: Model, batch: Batch,
             full_finetuning=not adapters,
             trust_remote_code=args.trust_remote_code,
         ),
-        "lora": _adapter(next(iter(adapters.values()))) if adapters else LoraConfig(),
+        "lora": adapter(next(iter(adapters.values()))) if adapters else LoraConfig(),
         "data": data_config(args),
         "training": training,
         "logging": LoggingConfig(logging_steps=max(int(args.logging_steps), 1), generate_samples=0),
@@ -226,21 +226,20 @@ def _interval(args: trl.SFTConfig, what: str) -> int:
     return max(int(steps), 1)
 
 
-def _adapter(adapter: Any) -> LoraConfig:
-    """The adapter's settings. An adapter of another kind than LoRA is recorded whole in `adapter_kwargs`."""
-    content = files.to_json_types(adapter.to_dict())
-    if getattr(adapter.peft_type, "value", "") != "LORA":
-        return LoraConfig(adapter_kwargs=content)
-    targets = adapter.target_modules
+def adapter(given: Any) -> LoraConfig:
+    """The settings of an adapter of PEFT's. One of another kind than LoRA is recorded whole in `adapter_kwargs`."""
+    if getattr(given.peft_type, "value", "") != "LORA":
+        return LoraConfig(adapter_kwargs=files.to_json_types(given.to_dict()))
+    targets = given.target_modules
     return LoraConfig(
-        r=adapter.r,
-        lora_alpha=adapter.lora_alpha,
-        lora_dropout=adapter.lora_dropout,
+        r=given.r,
+        lora_alpha=given.lora_alpha,
+        lora_dropout=given.lora_dropout,
         target_modules=sorted(targets) if isinstance(targets, set | list | tuple) else targets,
-        target_parameters=sorted(adapter.target_parameters) if adapter.target_parameters else None,
-        modules_to_save=list(adapter.modules_to_save) if adapter.modules_to_save else None,
-        use_rslora=adapter.use_rslora,
-        bias=adapter.bias,
+        target_parameters=sorted(given.target_parameters) if given.target_parameters else None,
+        modules_to_save=list(given.modules_to_save) if given.modules_to_save else None,
+        use_rslora=given.use_rslora,
+        bias=given.bias,
     )
 
 

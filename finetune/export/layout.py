@@ -6,7 +6,7 @@ inputs). Most files have a tensor for each expert and projection instead, others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,11 +54,11 @@ class Layout:
     def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers import PreTrainedModel
 
-        self._names = _Names(model) if isinstance(model, PreTrainedModel) else None
         self.places: dict[str, Place] = {}  # by the tensor's name
         self._tensors: dict[str, list[str]] = {}
         self.unknown: dict[str, str] = {}  # parameters whose files are converted in a way that is not followed here
-        self._add(shapes)
+        if isinstance(model, PreTrainedModel):
+            self._add(_Names(model), shapes)
         for name, place in self.places.items():
             self._tensors.setdefault(place.parameter, []).append(name)
 
@@ -66,13 +66,13 @@ class Layout:
         """Names of the tensors of a parameter; empty if that is not known."""
         return self._tensors.get(parameter, [])
 
-    def _add(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        if self._names is None:
-            return
+    def _add(self, names: _Names, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        from transformers.core_model_loading import dot_natural_key
+
         found: dict[str, tuple[Any, dict[str, list[_Piece]]]] = {}
-        for name in self._names.sort(shapes):
-            parameter, pattern, converter = self._names.find(name)
-            if parameter in self._names.shapes:
+        for name in sorted(shapes, key=dot_natural_key):  # as transformers reads them, which numbers the experts
+            parameter, pattern, converter = names.find(name)
+            if parameter in names.state:
                 whole: Region = tuple((0, size) for size in shapes[name])
                 pieces = found.setdefault(parameter, (converter, {}))[1].setdefault(pattern, [])
                 pieces.append(_Piece(shapes[name], {name: whole}))
@@ -81,11 +81,10 @@ class Layout:
                 (piece,) = next(iter(pieces.values()))[:1]
                 self.places |= {name: Place(parameter, region) for name, region in piece.parts.items()}
             else:
-                self._convert(parameter, converter, pieces)
+                self._convert(parameter, tuple(names.state[parameter].shape), converter, pieces)
 
-    def _convert(self, parameter: str, converter: Any, pieces: dict[str, list[_Piece]]) -> None:
+    def _convert(self, parameter: str, shape: tuple[int, ...], converter: Any, pieces: dict[str, list[_Piece]]) -> None:
         """Follow a conversion of transformers to the regions of its tensors."""
-        assert self._names is not None
         swapped = None
         groups = [pieces[pattern] for pattern in converter.source_patterns if pattern in pieces]
         kinds = [type(operation).__name__ for operation in converter.operations]
@@ -95,7 +94,7 @@ class Layout:
             elif kind == "Concatenate":
                 groups = [[_concatenate([piece for group in groups for piece in group], operation.dim)]]
             elif kind == "Transpose" and len(kinds) == 1 and len(groups) == len(groups[0]) == 1:
-                if not (operation.check_dims and groups[0][0].shape == self._names.shapes[parameter]):
+                if not (operation.check_dims and groups[0][0].shape == shape):
                     swapped = operation.dim0, operation.dim1
             else:
                 self.unknown[parameter] = kind
@@ -118,25 +117,18 @@ class _Names:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         mapping = get_model_conversion_mapping(model)
-        self._state: dict[str, torch.Tensor] = model.state_dict()
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
+        self.state: dict[str, torch.Tensor] = model.state_dict()
         self._prefix = model.base_model_prefix
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
-
-    def sort(self, names: Iterable[str]) -> list[str]:
-        """In the order in which transformers reads them, which numbers the experts."""
-        from transformers.core_model_loading import dot_natural_key
-
-        return sorted(names, key=dot_natural_key)
 
     def find(self, name: str) -> tuple[str, str, Any]:
         """The parameter, the pattern that the name matches (the name itself if none), and the conversion, or None."""
         from transformers.core_model_loading import rename_source_key
 
-        found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
-        if found not in self._state and name in self._state:
-            found, pattern = rename_source_key(name, [], [], self._prefix, self._state)
+        found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
+        if found not in self.state and name in self.state:
+            found, pattern = rename_source_key(name, [], [], self._prefix, self.state)
         converter = next((one for one in self._converters if pattern in one.source_patterns), None)
         return found, pattern or name, converter
 

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,26 @@ def read(folder: Path, now: float | None = None) -> Run:
         files = _event_files(folder, output)
         if output is None and not files:
             raise UserError(_no_run(folder))
-        return _read(folder, output, files, time.time() if now is None else now)
+        record, problem = json_object(output / RUN_FILE) if output is not None else ({}, None)
+        problems = [problem] if problem else []
+        if len(files) > MOST_FILES:
+            problems.append(f"It has {len(files)} event files, of which the newest {MOST_FILES} were read.")
+        home = output or folder
+        hang, problem = json_object(home / HANG_FILE)
+        problems += [problem] if problem else []
+        loss = tags.BY_NAME["loss"]
+        return Run(
+            folder=folder,
+            name=_name(folder, output),
+            output=output,
+            record=record,
+            scalars=events.read(files[-MOST_FILES:], (loss.tag, *loss.also)),
+            ranks=_ranks(folder, output),
+            hang=hang or None,
+            hang_time=(home / HANG_FILE).stat().st_mtime if hang else None,
+            problems=tuple(problems),
+            now=time.time() if now is None else now,
+        )
     except OSError as error:
         raise UserError(f"the run in {folder} cannot be read: {error.strerror or error}. Check its files.") from error
 
@@ -236,29 +255,6 @@ def is_run(folder: Path) -> bool:
     """Whether `read` finds a run there."""
     output = _output_of(folder)
     return output is not None or bool(folder.is_dir() and _event_files(folder, output))
-
-
-def _read(folder: Path, output: Path | None, files: Sequence[Path], now: float) -> Run:
-    record, problem = json_object(output / RUN_FILE) if output is not None else ({}, None)
-    problems = [problem] if problem else []
-    if len(files) > MOST_FILES:
-        problems.append(f"It has {len(files)} event files, of which the newest {MOST_FILES} were read.")
-    home = output or folder
-    hang, problem = json_object(home / HANG_FILE)
-    problems += [problem] if problem else []
-    loss = tags.BY_NAME["loss"]
-    return Run(
-        folder=folder,
-        name=_name(folder, output),
-        output=output,
-        record=record,
-        scalars=events.read(files[-MOST_FILES:], (loss.tag, *loss.also)),
-        ranks=_ranks(folder, output),
-        hang=hang or None,
-        hang_time=(home / HANG_FILE).stat().st_mtime if hang else None,
-        problems=tuple(problems),
-        now=now,
-    )
 
 
 def _ranks(folder: Path, output: Path | None) -> Ranks | None:

@@ -53,17 +53,13 @@ class ReviewPlugin(base_plugin.TBPlugin):
         """Whether there is a run to review. TensorBoard asks at every reload of its page."""
         if not self._active and time.monotonic() >= self._look_again:
             self._look_again = time.monotonic() + LOOK_AGAIN_SECONDS
-            self._active = self._has_run()
+            try:
+                from finetune.review.run import find
+
+                self._active = self._folder is not None and bool(find(self._folder))
+            except Exception:
+                log.exception("The Review tab could not search %s for runs", self._folder)
         return self._active
-
-    def _has_run(self) -> bool:
-        try:
-            from finetune.review.run import find
-
-            return self._folder is not None and bool(find(self._folder))
-        except Exception:
-            log.exception("The Review tab could not search %s for runs", self._folder)
-            return False
 
     def _serve_script(self, environ: Any, start_response: object) -> Iterable[bytes]:
         script = Path(__file__).with_name("tab.js").read_text(encoding="utf-8")

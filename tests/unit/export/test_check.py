@@ -41,23 +41,19 @@ def test_trained_tokens_are_checked(kind: str, tmp_path: Path, check: ModuleType
     assert len(wrong_tensors(job, check)) == 1
 
 
-@pytest.mark.parametrize(
-    ("tensor", "bit"),
-    [("model.layers.1.mlp.down_proj.weight", 0), ("model.embed_tokens.weight", 0), ("model.norm.weight", 12)],
-)
-def test_a_flipped_bit_is_found(
-    tensor: str, bit: int, run_folder: Path, base: Path, tmp_path: Path, check: ModuleType
-) -> None:
+def test_a_flipped_bit_is_found(run_folder: Path, base: Path, tmp_path: Path, check: ModuleType) -> None:
     merge(run_folder, base, tmp_path / "out")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(run_folder / file, tmp_path / "out" / file)
     job = {"base": base, "adapter": run_folder, "exported": tmp_path / "out", "tokenizer": run_folder}
     job |= {"prompts": ["the cat", "seven small birds"], "max_new_tokens": 8}
     assert check.check(job)["passed"]
-    flip(tmp_path / "out", tensor, bit)
-    found = check.check(job)
-    assert not found["passed"] and tensor in found["why"]
-    assert len(found["tensors"]["wrong"]) == 1
+    for tensor, bit in (("model.layers.1.mlp.down_proj.weight", 0), ("model.norm.weight", 12)):
+        flip(tmp_path / "out", tensor, bit)
+        found = check.check(job)
+        assert not found["passed"] and tensor in found["why"]
+        assert len(found["tensors"]["wrong"]) == 1
+        flip(tmp_path / "out", tensor, bit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
