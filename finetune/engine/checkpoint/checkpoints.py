@@ -59,7 +59,12 @@ class DamagedCheckpoint(Exception):
 def checkpoints(output_dir: Path) -> list[Path]:
     """Folders named checkpoint-N, oldest step first, complete or not."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path | str) -> int:
+    """N of checkpoint-N."""
+    return int(str(checkpoint).rpartition("-")[2])
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
@@ -182,12 +187,14 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Resume
     return ResumePoint(skipped=tuple(skipped.values()), damaged=frozenset(skipped))
 
 
-def rotate(output_dir: Path, retention: Retention, *newest: str) -> None:
-    """Delete the oldest complete checkpoints beyond the limit, but never those in `newest`: the one just written and
-    the best one. Completeness is judged by file sizes; nothing is read again."""
+def rotate(output_dir: Path, retention: Retention, written: str, best: str | None = None) -> None:
+    """Delete the oldest complete checkpoints beyond the limit, but never the one just written and the best one. Those
+    of later steps are the oldest: the run has gone back. Completeness is judged by file sizes; nothing is read again.
+    """
     if retention.limit is None:
         return
     complete = [path for path in complete_checkpoints(output_dir) if path.name not in retention.damaged]
-    free = [path for path in complete if path.name not in retention.protected.union(newest)]
+    complete.sort(key=lambda path: step_of(path) <= step_of(written))
+    free = [path for path in complete if path.name not in {*retention.protected, written, best}]
     for path in free[: max(len(complete) - retention.limit, 0)]:
         remove_atomically(path)

@@ -11,13 +11,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from finetune.engine.checkpoint.checkpoints import checkpoints, complete_checkpoints
+from finetune.engine.checkpoint.checkpoints import checkpoints, complete_checkpoints, step_of
 from finetune.engine.record import CONFIGURATION, FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import files
+from finetune.runtime.command import print_line
 from finetune.runtime.files import remove, remove_atomically
 from finetune.runtime.files import staging as staging
 from finetune.runtime.machine import disk
@@ -145,14 +146,33 @@ def archive_earlier_run(output_dir: Path) -> Path | None:
     moved: Path | None = None
     if distributed.ranks().is_main:
         found = [path for path in (*checkpoints(output_dir), *_records_and_final_files(output_dir)) if path.exists()]
-        if found:
-            numbers = (number for number in itertools.count(1) if not (output_dir / f"earlier-run-{number}").exists())
-            moved = output_dir / f"earlier-run-{next(numbers)}"
-            moved.mkdir()
-            for path in found:
-                path.rename(moved / path.name)
-            files.sync_folder(output_dir)
+        moved = _archive(output_dir, found) if found else None
     return distributed.gather_objects(moved)[0]
+
+
+def archive_later_checkpoints(output_dir: Path, step: int, damaged: Collection[str]) -> None:
+    """Move complete checkpoints beyond the step that was just saved to `earlier-run-N`: a run has gone back to one
+    before them. Else `resume_from_checkpoint: true` would take what was given up.
+
+    Args:
+        damaged: names of those that stay, like incomplete ones.
+    """
+    beyond = [path for path in complete_checkpoints(output_dir) if step_of(path) > step]
+    if found := [path for path in beyond if path.name not in damaged]:
+        print_line(
+            f"This run went back before {', '.join(path.name for path in found)}: moved to "
+            f"{_archive(output_dir, found)}"
+        )
+
+
+def _archive(output_dir: Path, found: Iterable[Path]) -> Path:
+    numbers = (number for number in itertools.count(1) if not (output_dir / f"earlier-run-{number}").exists())
+    folder = output_dir / f"earlier-run-{next(numbers)}"
+    folder.mkdir()
+    for path in found:
+        path.rename(folder / path.name)
+    files.sync_folder(output_dir)
+    return folder
 
 
 def _records_and_final_files(output_dir: Path) -> list[Path]:

@@ -624,6 +624,7 @@ class SFTTrainer(trl.SFTTrainer):
         if self.args.should_save:
             kept = Path(self.state.best_model_checkpoint or target).name
             checkpoints.rotate(output_dir, self.retention, target.name, kept)
+            output_folder.archive_later_checkpoints(output_dir, self.state.global_step, self.retention.damaged)
         distributed.barrier()
 
     def _save_state(self, staging: Path) -> None:

@@ -209,6 +209,9 @@ def test_rotation_keeps_the_one_just_written_beside_later_ones_and_the_one_resum
         make_checkpoint(tmp_path, step)
     checkpoints.rotate(tmp_path, keep(3, "checkpoint-5"), "checkpoint-6")
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6", "checkpoint-20"]
+    make_checkpoint(tmp_path, 7)
+    checkpoints.rotate(tmp_path, keep(3, "checkpoint-5"), "checkpoint-7")
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6", "checkpoint-7"]  # what was given up goes first
 
 
 def test_rotation_counts_complete_checkpoints_only(tmp_path: Path) -> None:

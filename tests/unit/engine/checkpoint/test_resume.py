@@ -443,6 +443,18 @@ def test_resumed_by_path_the_new_checkpoint_stays(runs: Runs, out: Path) -> None
     assert [names for names in seen[1:]] == [["checkpoint-2", f"checkpoint-{step}"] for step in (3, 4, 5)]
 
 
+def test_what_was_given_up_is_not_resumed(runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Back to checkpoint-2 beside 4 and 6 with another rate, to step 4, and on from the newest."""
+    (out / FINAL).unlink()
+    changed = (*SIX, "--training.resume_with_changes", "true", "--training.learning_rate", "1e-5")
+    shorter = ("--training.max_steps", "4", "--training.resume_from_checkpoint", str(out / "checkpoint-2"))
+    runs(out, *changed, *shorter)
+    assert f"went back before checkpoint-6: moved to {out}/earlier-run-1" in words(capsys)
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in checkpoints.complete_checkpoints(out / "earlier-run-1")] == ["checkpoint-6"]
+    assert runs(out, *changed, *RESUME)["resumed_from"].endswith("checkpoint-4")
+
+
 def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
     runs: Runs, whole_run: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
