@@ -195,6 +195,7 @@ class SFTTrainer(trl.SFTTrainer):
                 exact = is_fused_head_exact(self.model)
             self._has_fused_head = all(distributed.gather_objects(exact))
         self._counts_checked = False
+        self._trained: list[torch.nn.Parameter] | None = None  # the weights whose gradients are clipped
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[type, JsonObject]:  # type: ignore[override]
         """As in transformers, whose optimizers partly live in other packages; or one that rounds stochastically.
@@ -377,12 +378,12 @@ class SFTTrainer(trl.SFTTrainer):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        tokens = inputs["labels"].numel()
         with contextlib.ExitStack() as passes:
             if places is not None:
-                passes.enter_context(unsloth_fused_loss_waits.known(places, tokens))
+                passes.enter_context(unsloth_fused_loss_waits.known(places, inputs["labels"].numel()))
             if lengths is None or not torch.is_grad_enabled():
                 return self._token_loss(model, inputs, num_items_in_batch, **kwargs)
+            tokens = inputs["input_ids"].numel()
             share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
             if (load := self.statistics.expert_load) is not None:
                 passes.enter_context(load.forward(lengths, tokens))
@@ -444,7 +445,8 @@ class SFTTrainer(trl.SFTTrainer):
             shard.set_reduction(self.model, self.accelerator.sync_gradients or not self.reduces_once)
         ends_step = self.accelerator.sync_gradients
         self._buckets.before_micro_batch(model, reduces=ends_step)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with _in_its_mode(model):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.graphs is not None and ends_step:
             self.graphs.gradients.check()
             if self.args.world_size > 1:
@@ -456,6 +458,14 @@ class SFTTrainer(trl.SFTTrainer):
         self._buckets.after_micro_batch(model)
         self.statistics.add_loss(loss, ends_step=ends_step)
         return loss
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """As in transformers, without a walk over all modules in each step."""
+        if self.sharded:
+            return super()._clip_grad_norm(model)
+        if self._trained is None:
+            self._trained = [one for one in model.parameters() if one.requires_grad]
+        return self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
 
     def average_gradients(self) -> None:
         """Reduce the gradients of replayed passes, which DDP does not."""
@@ -741,3 +751,17 @@ class SFTTrainer(trl.SFTTrainer):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+
+@contextlib.contextmanager
+def _in_its_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which a model in training mode is not put into it once more: transformers does so in each pass, with a
+    walk over all modules that takes the host as long as launching hundreds of kernels."""
+    if not (model.training and getattr(model, "module", model).training):  # DDP's wrapper has a mode of its own
+        yield
+        return
+    vars(model)["train"] = lambda mode=True: model
+    try:
+        yield
+    finally:
+        del vars(model)["train"]

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.training_args import OptimizerNames
 
+from finetune.engine.training import trainer as trainer_module
 from finetune.engine.training.loss import StepStatistics
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.errors import UserError
@@ -63,3 +64,28 @@ def test_no_logits_on_a_gpu_even_if_the_model_ignores_the_count(accepts: bool) -
     trainer.loss_is_scaled_for_ga = True
     loss = trainer.compute_loss(model, {"labels": torch.zeros(1, 4)}, num_items_in_batch=torch.tensor(6))
     assert float(loss.detach()) == 1.0 and asked[0]["fused_lm_head"]
+
+
+def test_a_step_does_not_walk_over_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers puts the model into training mode in each pass and looks for its weights in each step. A model that
+    an evaluation has left in the other mode is put back, also inside DDP's wrapper."""
+    layer = torch.nn.Linear(3, 2)
+    wrapper = torch.nn.ModuleDict({"module": torch.nn.Sequential(torch.nn.Dropout(), layer)})
+    walks: list[bool] = []
+    monkeypatch.setattr(torch.nn.Linear, "train", lambda self, mode=True: walks.append(mode))
+    with trainer_module._in_its_mode(wrapper):
+        assert wrapper.train() is wrapper and not walks
+    wrapper["module"].eval()
+    with trainer_module._in_its_mode(wrapper):
+        wrapper.train()
+    assert walks == [False, True] and wrapper["module"][0].training and "train" not in vars(wrapper)
+
+    layer.bias.requires_grad_(False)
+    layer.weight.grad = torch.full((2, 3), 2.0)
+    trainer: Any = object.__new__(SFTTrainer)
+    trainer.sharded, trainer._trained, trainer.args = False, None, types.SimpleNamespace(max_grad_norm=1.0)
+    trainer.accelerator = types.SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
+    for _ in range(2):
+        norm = trainer._clip_grad_norm(wrapper)
+        monkeypatch.setattr(torch.nn.Module, "named_modules", None)
+    assert float(norm) == pytest.approx(1.0, abs=1e-5) and layer.weight.grad.norm() == pytest.approx(1.0, abs=1e-5)
