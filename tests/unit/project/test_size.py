@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5635, 25),
     "finetune/doctor": (903, 10),
     "finetune/drop_in": (2620, 14),
-    "finetune/engine": (16088, 106),
+    "finetune/engine": (16112, 106),
     "finetune/export": (2966, 13),
     "finetune/init": (537, 6),
     "finetune/measure": (3912, 19),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (515, 7),
     "finetune/runtime": (6095, 37),
     "patches": (1145, 17),
-    "tests": (50030, 398),
+    "tests": (50050, 398),
 }
-TOTAL = (56415, 341)  # of the parts of finetune/ together
+TOTAL = (56402, 341)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
