@@ -94,6 +94,7 @@ class SFTTrainer(trl.SFTTrainer):
     loss_is_scaled_for_ga: bool | None = None  # read by transformers 5.19 and newer
     graphs: DecoderGraphs | None = None  # while it trains with them
     wrong_bits: WrongBits | None = None  # set by the monitor
+    _trained: list[torch.nn.Parameter] | None = None  # the weights whose gradients are clipped
 
     def __init__(
         self,
@@ -195,7 +196,6 @@ class SFTTrainer(trl.SFTTrainer):
                 exact = is_fused_head_exact(self.model)
             self._has_fused_head = all(distributed.gather_objects(exact))
         self._counts_checked = False
-        self._trained: list[torch.nn.Parameter] | None = None  # the weights whose gradients are clipped
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[type, JsonObject]:  # type: ignore[override]
         """As in transformers, whose optimizers partly live in other packages; or one that rounds stochastically.
