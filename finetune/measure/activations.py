@@ -109,20 +109,16 @@ class Measured:
         each = ((ranks, self.line.peak_bytes(tokens / ranks)) for ranks in RANKS)
         return next((ranks for ranks, peak in each if held.fits(peak, limit_bytes)), None)
 
-    def seconds(self, tokens: float, squared_lengths: float) -> float:
-        """Predicted seconds of passes on documents of so many tokens in all, from those of the longest measured one: of
-        a short one, a GPU waits for the host.
+    def tokens_per_second(self, tokens: float, squared_lengths: float) -> float:
+        """Predicted throughput of passes on documents of so many tokens in all, from the seconds of the longest
+        measured one: of a short one, a GPU waits for the host.
 
         Args:
             squared_lengths: sum of their squared lengths.
         """
         last = self.points[-1]
         work = tokens + self.square_cost * squared_lengths
-        return last.seconds * work / (last.tokens + self.square_cost * last.tokens**2)
-
-    def tokens_per_second(self, tokens: float, squared_lengths: float) -> float:
-        """Predicted throughput of passes on such documents."""
-        seconds = self.seconds(tokens, squared_lengths)
+        seconds = last.seconds * work / (last.tokens + self.square_cost * last.tokens**2)
         return tokens / seconds if seconds > 0 else math.inf
 
 

@@ -29,11 +29,7 @@ from finetune.measure.longest_row import DoesNotFit, TrialModes
 from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
 from finetune.measure.predict import predict
-from finetune.measure.trial import (
-    ENOUGH,
-    LIMIT_SECONDS,
-    Trial,
-)
+from finetune.measure.trial import ENOUGH, LIMIT_SECONDS, Trial
 from finetune.runtime import bootstrap
 from finetune.runtime.command import FAILED, console, print_line
 from finetune.runtime.files import write_json
@@ -65,7 +61,11 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
             with out_of_memory.explain_out_of_memory(lambda: trial.job):
                 trainer.train()
             if len(trial.steps) < trial.least_steps:
-                raise RunError(_too_slow(trial))
+                raise RunError(
+                    f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of "
+                    f"{trial.worst_steps + ENOUGH} steps: too few to predict from. Lower data.max_length or "
+                    "training.per_device_train_batch_size, take a smaller model, or use a GPU."
+                )
             measured = trial.measure(psutil.Process().create_time() + modes.seconds)
             results = logger.results()
             with out_of_memory.explain_out_of_memory(lambda: trial.job):
@@ -147,14 +147,6 @@ def time_limit(seconds: float, config: Config, folder: Path) -> Iterator[None]:
         yield
     finally:
         done.set()
-
-
-def _too_slow(trial: Trial) -> str:
-    return (
-        f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of {trial.worst_steps + ENOUGH} steps: "
-        "too few to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller "
-        "model, or use a GPU."
-    )
 
 
 def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:

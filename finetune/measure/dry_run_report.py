@@ -20,7 +20,7 @@ from finetune.runtime import launch_lines, scripts
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import NOTABLE_OUTSIDE_BYTES
-from finetune.runtime.options import without_json, without_option
+from finetune.runtime.options import without_option
 from finetune.runtime.types import JsonObject
 from finetune.text import counted, duration
 
@@ -48,10 +48,7 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):
             print_line(note)
-        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
-        print_line(f"  {line}")
-    else:
-        print_line(f"NO-GO: {outcome.reason}", style="red")
+    _print_verdict(outcome.go, outcome.reason, line)
     if held := output_folder.run_files(Path(config.training.output_dir)):
         training = config.training
         if outcome.go and not (training.resume_from_checkpoint or training.overwrite_output_dir):
@@ -59,6 +56,12 @@ def print_report(config: Config, outcome: TrialResult, line: str) -> None:
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, redact_tree(verdict))
+
+
+def _print_verdict(go: bool, reason: str | None, line: str) -> None:
+    if go:
+        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
+    print_line(f"  {line}" if go else f"NO-GO: {reason}", style=None if go else "red")
 
 
 def model_text(measurement: JsonObject) -> str:
@@ -95,10 +98,18 @@ def table(measured: JsonObject) -> Table:
 
 
 def print_longest_rows(found: JsonObject) -> None:
-    """The longest row that fits with each measured way to keep activations, and what the job's choice is."""
+    """The longest row that fits with each measured way to keep activations, what the job's choice is if that was
+    measured, and how right the prediction was."""
     console().print(longest_rows_table(found["modes"], found["rows"], found["limit_gib"]))
-    for sentence in longest_rows_notes(found):
-        print_line(sentence)
+    proof = found.get("proof")
+    if found.get("line"):
+        print_line(f"{found['line']}.")
+    if proof is not None and proof["error"] is not None:
+        predicted, measured = (proof[f"{name}_peak_bytes"] / 2**30 for name in ("predicted", "measured"))
+        print_line(
+            f"Peak memory with {Mode(**proof['mode']).text} on {counted(proof['tokens'], 'token')}: {measured:.2f} GiB "
+            f"measured, {predicted:.2f} GiB predicted from shorter rows ({proof['error']:+.1%})."
+        )
 
 
 def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib: float) -> Table:
@@ -126,20 +137,6 @@ def longest_rows_table(modes: Sequence[JsonObject], rows: JsonObject, limit_gib:
         at_compared = f"{one['tokens_per_second']:,.0f}" if one["points"][0]["tokens"] == compared else "-"
         shown.add_row(kind, known, at_compared, peak, speed)
     return shown
-
-
-def longest_rows_notes(found: JsonObject) -> list[str]:
-    """How the job keeps its activations if that was measured, and how right the prediction was."""
-    lines, proof = [], found.get("proof")
-    if found.get("line"):
-        lines.append(f"{found['line']}.")
-    if proof is not None and proof["error"] is not None:
-        predicted, measured = (proof[f"{name}_peak_bytes"] / 2**30 for name in ("predicted", "measured"))
-        lines.append(
-            f"Peak memory with {Mode(**proof['mode']).text} on {counted(proof['tokens'], 'token')}: {measured:.2f} GiB "
-            f"measured, {predicted:.2f} GiB predicted from shorter rows ({proof['error']:+.1%})."
-        )
-    return lines
 
 
 def notes(measured: JsonObject) -> list[str]:
@@ -213,11 +210,7 @@ def print_shards(config: Config, found: Sharded, result: JsonObject, cut: tuple[
     console().print(shown)
     if shared == 1 and any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
         print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
-    if result["go"]:
-        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
-        print_line(f"  {line}")
-    else:
-        print_line(f"NO-GO: {result['reason']}.", style="red")
+    _print_verdict(result["go"], f"{result['reason']}.", line)
     if config.json:
         write_json(config.json, redact_tree(result | {"launch": line}))
 
@@ -235,5 +228,5 @@ def launch_line(world: int) -> str:
 
 def training_arguments(arguments: list[str]) -> list[str]:
     """The arguments of a dry run without those that make it one."""
-    given = without_option("--devices", without_json(arguments))
+    given = without_option("--devices", without_option("--json", arguments))
     return [word for word in given if word not in ("--dry-run", "--dry_run", "--longest")]

@@ -305,12 +305,9 @@ def look_up(
     same_model = [other for other in others if other.get(model) == wanted.get(model)]
     if not same_model:
         return None, "no dry run of this model was measured on this machine (run with `--dry-run` first)"
-    names = min((_differing(other, wanted) for other in same_model), key=len)
+    differing = ([name for name in other | wanted if other.get(name) != wanted.get(name)] for other in same_model)
+    names = sorted(min(differing, key=len))
     return None, f"the nearest dry run differs in: {', '.join(names)}"
-
-
-def _differing(one: JsonObject, other: JsonObject) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def read(path: Path, parse: Callable[[JsonObject], Kept]) -> Kept | None:

@@ -128,11 +128,12 @@ def real_token_share(job: Job, world_size: int) -> Callable[[int], float]:
 
 def try_size(trainer: SFTTrainer, layout: Layout, per_device: int, memory: held.Memory) -> Attempt:
     """Run PASSES on the longest rows, the last for its speed."""
-    passed = probe.on_longest(trainer, layout, per_device, memory, PASSES)
+    rows = probe.longest_rows(layout, per_device)
+    passed = probe.run_passes(trainer, *probe.batch_of(trainer, layout, rows), memory, PASSES)
     if passed is None:
         return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
     fits = held.fits(passed.peak_bytes, memory.limit_bytes)
-    speed = int(layout.tokens[probe.longest_rows(layout, per_device)].sum()) / passed.seconds
+    speed = int(layout.tokens[rows].sum()) / passed.seconds
     return Attempt(per_device=per_device, fits=fits, peak_bytes=passed.peak_bytes, tokens_per_second=speed)
 
 

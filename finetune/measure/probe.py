@@ -47,11 +47,6 @@ def _count(trainer: SFTTrainer, label_tokens: int) -> torch.Tensor:
     return torch.tensor(max(label_tokens, 1), device=trainer.args.device)
 
 
-def on_longest(trainer: SFTTrainer, layout: Layout, per_device: int, memory: Memory, passes: int) -> Passes | None:
-    """Passes on the longest rows, as `run_passes`."""
-    return run_passes(trainer, *batch_of(trainer, layout, longest_rows(layout, per_device)), memory, passes)
-
-
 def on_document(trainer: SFTTrainer, layout: Layout, tokens: int, memory: Memory, passes: int) -> Passes | None:
     """Passes on one document of so many tokens, made of the longest of the job's, as `run_passes`."""
     row = int(layout.largest_first()[0])

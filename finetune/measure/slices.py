@@ -194,7 +194,10 @@ def from_slices(
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
-    kept = _held_by_a_slice(sizes.of_first(slices[1]), sizes, stored)
+    weights = sizes.of_first(slices[1])
+    kept = stored.kept(weights - sizes.outside, sizes.outside)
+    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
+        kept += stored.gathered * weights
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,
@@ -205,14 +208,6 @@ def from_slices(
         layer_bytes=of_a_layer,
         reduces_once=reduces_once,
     )
-
-
-def _held_by_a_slice(weights: int, sizes: held.Sizes, stored: held.Storage) -> float:
-    """What training on one device holds of a slice, without activations."""
-    kept = stored.kept(weights - sizes.outside, sizes.outside)
-    if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
-        kept += stored.gathered * weights
-    return kept
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------

@@ -49,25 +49,19 @@ def apply(config: Config) -> None:
     if strategy in (None, "single"):
         return
     if world > 1:
-        if strategy == "auto":
-            check_launch(world, decide(config, visible_gpus()))
+        if strategy == "auto" and (decision := decide(config, visible_gpus())).world_size != world:
+            ranks = describe_ranks(decision.world_size)
+            print_line(
+                f"warning: training.strategy auto would take {ranks}, because {decision.reason}. "
+                f"The {world} launched ranks continue; start `python -m finetune.train ...` to let it choose.",
+                style="yellow",
+            )
         return
     gpus = visible_gpus()
     decision = decide(config, gpus) if strategy == "auto" else all_gpus(config, gpus)
     print_line(f"training.strategy {strategy}: {describe_ranks(decision.world_size)}, because {decision.reason}")
     if decision.world_size > 1:
         relaunch(decision)
-
-
-def check_launch(world: int, decision: Decision) -> None:
-    """Warn if `auto` would have started a different number of ranks than were launched."""
-    if decision.world_size != world:
-        ranks = describe_ranks(decision.world_size)
-        print_line(
-            f"warning: training.strategy auto would take {ranks}, because {decision.reason}. "
-            f"The {world} launched ranks continue; start `python -m finetune.train ...` to let it choose.",
-            style="yellow",
-        )
 
 
 def decide(config: Config, gpus: int) -> Decision:
@@ -142,7 +136,7 @@ def relaunch(decision: Decision) -> None:
     Environment variables that the user has set keep their values.
     """
     target, arguments = training_command()
-    command = [*launch_lines.torchrun(decision.world_size), *target, *arguments]
+    command = [*launch_lines.launch_command(decision.world_size), *target, *arguments]
     print_line(f"  {shlex.join(redact_arguments(command))}")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -80,9 +80,7 @@ class TimeBudget(TrainerCallback):
         """Whether the limit is reached."""
         return time.monotonic() > self._limit
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.over or state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
 
@@ -136,6 +134,7 @@ class Trial:
         world_sizes = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
         cap, first = measurements.bucket_limits(job.config.training.extra)
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        state = memory_per_rank.allocated_bytes(self.trainer.model, self.trainer.optimizer).optimizer or 0
         epochs, planned = job.config.training.num_train_epochs, job.config.training.max_steps
         return Measurement(
             facts=measurements.facts(job),
@@ -175,16 +174,12 @@ class Trial:
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
             # In full fine-tuning the trainer lets DDP hold the gradients in its buckets. The first step holds them
             # twice; the optimizer state, allocated later, takes at least as much memory with most optimizers.
-            as_bucket_view=job.config.model.full_finetuning and self._state_bytes() >= sum(p.nbytes for p in trained),
+            as_bucket_view=job.config.model.full_finetuning and state >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
             shared_by=shared,
         )
-
-    def _state_bytes(self) -> int:
-        """Bytes of the optimizer state."""
-        return memory_per_rank.allocated_bytes(self.trainer.model, self.trainer.optimizer).optimizer or 0
 
 
 def _longest_of(layout: Layout) -> Layout:

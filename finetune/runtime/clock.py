@@ -27,7 +27,9 @@ class Clock:
         if not self._cuda:
             self._marks.append((label, time.perf_counter()))
             return
-        event = self._free.pop() if self._free else _event()
+        import torch
+
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((label, event))
 
@@ -63,9 +65,3 @@ class Clock:
     def reset(self) -> None:
         """Forget all marks."""
         self._marks = []
-
-
-def _event() -> Any:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)

@@ -39,8 +39,7 @@ def private_folder(path: Path) -> Path | None:
         found = path.stat()
     except OSError:
         return None
-    foreign = hasattr(os, "getuid") and found.st_uid != os.getuid()
-    return None if foreign or found.st_mode & 0o022 or not os.access(path, os.W_OK) else path
+    return None if found.st_uid != os.getuid() or found.st_mode & 0o022 or not os.access(path, os.W_OK) else path
 
 
 # --- regular files --------------------------------------------------------------------------------------------------
@@ -110,10 +109,7 @@ def open_descriptor(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True
     if kind := special_kind(path, follow=follow):
         raise NotRegular(path, kind)
     # Without waiting, and checked again: the file may have been replaced since.
-    names = ["O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY", "O_BINARY", *([] if follow else ["O_NOFOLLOW"])]
-    for name in names:
-        flags |= getattr(os, name, 0)
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW))
     if kind := _kind_of_stat(os.fstat(descriptor)):
         os.close(descriptor)
         raise NotRegular(path, kind)
@@ -364,7 +360,7 @@ def to_json_types(value: object) -> Any:
 
 def sync_file(path: Path) -> None:
     """Flush a file's content to the disk."""
-    descriptor = os.open(path, os.O_RDWR)  # Windows only flushes files that are open for writing
+    descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -373,7 +369,7 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Flush a folder's list of names to the disk, on systems that support it."""
-    with contextlib.suppress(OSError):  # Windows cannot open a folder, and some network file systems cannot sync one
+    with contextlib.suppress(OSError):  # some network file systems cannot
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

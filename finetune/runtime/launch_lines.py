@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 
 def launch_command(world_size: int) -> list[str]:
     """This interpreter, with torch's launcher if there are several ranks; to be followed by a module or script."""
-    return [sys.executable, *(_torchrun(world_size) if world_size > 1 else ())]
-
-
-def torchrun(world_size: int) -> list[str]:
-    """This interpreter with torch's launcher, even for one rank."""
-    return [sys.executable, *_torchrun(world_size)]
-
-
-def _torchrun(world_size: int) -> Sequence[str]:
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size))
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size))
+    return [sys.executable, *(several if world_size > 1 else ())]
 
 
 def user_command(world_size: int, *, on_cpu: bool) -> list[str]:

@@ -72,7 +72,7 @@ class Options(argparse.ArgumentParser):
 
     def add(self, flag: str, kind: Any, metavar: str, text: str, default: object = None) -> None:
         """An option with a value; `kind` converts it from text."""
-        self.add_argument(flag, type=kind, metavar=metavar, default=default, help=text, action=_Once)
+        self.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
     def add_switch(self, flag: str, text: str) -> None:
         """An option without a value."""
@@ -147,17 +147,6 @@ class Options(argparse.ArgumentParser):
         return super().format_help() + common + notes
 
 
-class _Once(argparse.Action):
-    """Store a value; a second one is an error."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
-    ) -> None:
-        if getattr(namespace, self.dest) is not self.default:
-            parser.error(f"{option} is given twice. Keep one")
-        setattr(namespace, self.dest, values)
-
-
 def requested_help(argv: Sequence[str], general: str) -> str | None:
     """The help text to print if `argv` contains --help: of a section, or `general`. None otherwise."""
     for place, word in enumerate(argv):
@@ -165,11 +154,6 @@ def requested_help(argv: Sequence[str], general: str) -> str | None:
             section = next(iter(argv[place + 1 :]), "")
             return config_help.section_help(section) if section in SECTIONS else general
     return None
-
-
-def without_json(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--json PATH`, for processes that a command starts."""
-    return without_option("--json", arguments)
 
 
 def without_option(name: str, arguments: Sequence[str]) -> list[str]:

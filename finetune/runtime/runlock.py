@@ -82,7 +82,12 @@ def _acquire(held: filelock.BaseFileLock, folder: Path, output_dir: Path, warn: 
         )
     earlier = _owner(folder)
     if earlier is not None:
-        warn(_taken_over(output_dir, *earlier))
+        host, pid, started = earlier
+        where = "" if host == socket.gethostname() else f" on {host}"
+        warn(
+            f"warning: the last run in {output_dir} (process {pid}{where}, started "
+            f"{(time.time() - started) / 3600:.1f} hours ago) ended without cleaning up; this run takes over the folder"
+        )
     own = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     files.write_json(folder / OWNER, own)
 
@@ -106,12 +111,4 @@ def _in_use(output_dir: Path, owner: tuple[str, int, float] | None) -> UserError
     return UserError(
         f"training.output_dir is in use by another run: {output_dir} ({who}). Wait until it ends, {stop}, or use "
         "another folder."
-    )
-
-
-def _taken_over(output_dir: Path, host: str, pid: int, started: float) -> str:
-    where = "" if host == socket.gethostname() else f" on {host}"
-    return (
-        f"warning: the last run in {output_dir} (process {pid}{where}, started {(time.time() - started) / 3600:.1f} "
-        "hours ago) ended without cleaning up; this run takes over the folder"
     )

@@ -68,11 +68,17 @@ def run(words: Sequence[str], answer: Answer) -> int:
     kept = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = list(words), [str(Path(words[0]).resolve().parent)]
     try:
-        with _error_lines(words[0]):
-            runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(words[0], run_name="__main__")
+    except UserError as error:
+        if line := error_line(error, words[0]):
+            error.add_note(line)
+        raise
     except SystemExit as end:
         if mine.code is None and end.code not in (None, 0):
-            return _exit_code(end.code)
+            if isinstance(end.code, int):
+                return end.code
+            sys.stderr.write(f"{end.code}\n")  # as Python does
+            return 1
     finally:
         _running = None
         sys.argv, sys.path[:] = kept
@@ -169,26 +175,7 @@ def _trains(node: ast.AST) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _error_lines(script: str) -> Iterator[None]:
-    """Context that adds the line of the script to a user's error."""
-    try:
-        yield
-    except UserError as error:
-        if line := error_line(error, script):
-            error.add_note(line)
-        raise
-
-
 def error_line(error: BaseException, script: str) -> str | None:
     """The innermost line of the script that led to an error."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     return f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
-
-
-def _exit_code(code: Any) -> int:
-    """The exit code of a script that ends itself, whose text Python would print."""
-    if isinstance(code, int):
-        return code
-    sys.stderr.write(f"{code}\n")
-    return 1

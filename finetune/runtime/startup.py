@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 
@@ -12,10 +13,14 @@ class StartUp:
     """Seconds by phase. Each phase is named when it ends; further times of the same name add up."""
 
     def __init__(self) -> None:
-        launched, began = _process_times()
-        self._seconds: dict[str, float] = {} if launched is None else {"launcher": began - launched}
-        self._last = began
+        import psutil
+
+        self._last = began = psutil.Process().create_time()
+        self._seconds: dict[str, float] = {}
         self._over = False
+        if (parent := launcher.find()) is not None:
+            with contextlib.suppress(psutil.Error):  # the launcher has just ended
+                self._seconds["launcher"] = began - psutil.Process(parent).create_time()
 
     def ended(self, phase: str) -> None:
         """`phase` took the time since the last call."""
@@ -38,16 +43,3 @@ class StartUp:
 def current() -> StartUp:
     """The start-up of this process."""
     return StartUp()
-
-
-def _process_times() -> tuple[float | None, float]:
-    """When this process's launcher started (None without one) and when this process did, in seconds since the Unix
-    epoch."""
-    import psutil
-
-    began = psutil.Process().create_time()
-    try:
-        parent = launcher.find()
-        return psutil.Process(parent).create_time() if parent is not None else None, began
-    except psutil.Error:  # the launcher has just ended
-        return None, began

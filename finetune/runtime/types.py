@@ -7,14 +7,13 @@ or a trainer by what it can do, not by its class.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     import tokenizers
-    import torch
-    from torch import nn
+    from transformers import PreTrainedModel
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or YAML, a row, or keyword arguments that a library checks."""
@@ -84,56 +83,21 @@ class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: str | Path) -> object: ...
 
 
-class Model(Protocol):
-    """A causal language model of transformers, a `peft.PeftModel` around one, or either sharded by FSDP2."""
+if TYPE_CHECKING:
 
-    config: Any
-    generation_config: Any
-    training: bool
-    forward: Any
+    class Model(PreTrainedModel):
+        """A causal language model of transformers, a `peft.PeftModel` around one, or either sharded by FSDP2."""
 
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def __call__(self, **inputs: object) -> Any: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def modules(self) -> Iterator[nn.Module]: ...
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-    def get_submodule(self, target: str) -> nn.Module: ...
-    def get_input_embeddings(self) -> Any: ...
-    def get_output_embeddings(self) -> Any: ...
-    def get_base_model(self) -> Any: ...  # of PEFT's
-    def state_dict(self, *, keep_vars: bool = ...) -> dict[str, torch.Tensor]: ...
-    def set_attn_implementation(self, attn_implementation: str) -> None: ...
-    def can_generate(self) -> bool: ...
-    def is_remote_code(self) -> bool: ...
-    def for_inference(self) -> object: ...  # of Unsloth's
-    def for_training(self, *, use_gradient_checkpointing: Any) -> object: ...  # of Unsloth's
-    def generate(self, **options: object) -> Any: ...
-    def train(self, mode: bool = ...) -> object: ...
-    def eval(self) -> object: ...
-    def zero_grad(self, set_to_none: bool = ...) -> None: ...
-    def save_pretrained(self, save_directory: str | Path, **options: object) -> object: ...
-
-
-class Trainer(Protocol):
-    """`transformers.Trainer` as callbacks and monitors see it."""
-
-    args: Any
-    model: Any
-    model_wrapped: Any
-    optimizer: torch.optim.Optimizer | None
-    processing_class: Any
-    state: Any
-    accelerator: Any
-    callback_handler: Any
-
-    def add_callback(self, callback: Any) -> None: ...
-    def train(self, **options: object) -> Any: ...
-    def evaluate(self, **options: object) -> dict[str, float]: ...
-    def save_model(self, output_dir: str) -> None: ...
+        forward: Any
+        generation_config: Any
+        get_input_embeddings: Any
+        get_output_embeddings: Any
+        generate: Any
+        get_base_model: Any  # of PEFT's
+        for_inference: Any  # of Unsloth's
+        for_training: Any  # of Unsloth's
+else:
+    Model = Any
 
 
 class ScriptTrainer(Protocol):

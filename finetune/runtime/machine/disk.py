@@ -17,9 +17,9 @@ _DISK = {
     errno.EROFS: "The disk is read-only",
     errno.EIO: "The disk reports an input/output error",
     errno.EFBIG: "The file size limit of this process or file system is reached",
+    errno.EDQUOT: "The disk quota of this user is used up",
 }
-if hasattr(errno, "EDQUOT"):  # not on Windows
-    _DISK[errno.EDQUOT] = "The disk quota of this user is used up"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Sockets and processes raise these as well: they concern a file only if the error names one.
 _PATH = {
     errno.EACCES: "Permission denied",
@@ -58,7 +58,7 @@ def failure(error: BaseException) -> RunError | None:
         return None
     file = getattr(error, "filename", None)
     at = f": {file}" if file is not None else ""
-    remedy = "Free some space" if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)) else "Check the path"  # pyright: ignore[reportAttributeAccessIssue]
+    remedy = "Free some space" if error.errno in _FULL else "Check the path"  # pyright: ignore[reportAttributeAccessIssue]
     return RunError(f"{why}{at}. {remedy} or give another folder, then run again.")
 
 
@@ -78,7 +78,7 @@ def disk_errors(folder: Path, what: str, newest: Callable[[], str | None] = lamb
     except Exception as error:
         # safetensors and torch.save wrap the operating system's error in their own and keep only its text.
         why = reason(error) or reason_in_text(error)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+        full = isinstance(error, OSError) and error.errno in _FULL
         if isinstance(error, OSError) and not full:  # it names its file; `command.run_guarded` reports it
             why = None
         if shutil.disk_usage(folder).free < 2**20:

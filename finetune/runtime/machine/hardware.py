@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Any
 
 from finetune.errors import describe
 from finetune.runtime.machine import nvml
 from finetune.runtime.types import JsonObject
-
-Result = TypeVar("Result")
 
 # Dense bf16 matrix throughput (no sparsity) in TFLOP/s, by the name that CUDA reports. From NVIDIA's data sheets (A100,
 # H100 and H200 SXM: "with sparsity" halved; L4, L40S, RTX 4090 and 5090: tensor-core rate with fp32 accumulation).
@@ -173,7 +171,7 @@ def out_of_memory_details(error: BaseException) -> str:
     return details
 
 
-def _device(gpu: _Properties | None, count: int) -> JsonObject:
+def _device(gpu: Any, count: int) -> JsonObject:
     """The first fields of `Hardware`, from torch's properties of a GPU (None for a CPU)."""
     import psutil
 
@@ -217,23 +215,13 @@ def survey() -> Hardware:
     )
 
 
-class Read(Protocol):
-    """Calls a function; if that fails, it keeps the reason by `name` and returns None."""
-
-    def __call__(self, name: str, call: Callable[..., Result], *arguments: object) -> Result | None: ...
-
-
-class _Properties(Protocol):
-    """`torch.cuda.get_device_properties`."""
-
-    name: str
-    total_memory: int
+Read = Callable[..., Any]  # (name, function, *arguments): what the function returns; if it fails, None
 
 
 def _reader(unknown: dict[str, str]) -> Read:
     """A `Read` that keeps the reasons in `unknown`."""
 
-    def read(name: str, call: Callable[..., Result], *arguments: object) -> Result | None:
+    def read(name: str, call: Callable[..., Any], *arguments: object) -> Any:
         try:
             return call(*arguments)
         except Exception as error:  # a driver may reject any query and still answer the next one
@@ -245,7 +233,7 @@ def _reader(unknown: dict[str, str]) -> Read:
 
 def _gpus_and_links(
     driver: ModuleType | None, read: Read, unknown: dict[str, str]
-) -> tuple[tuple[Gpu, ...], tuple[Link, ...], _Properties | None]:
+) -> tuple[tuple[Gpu, ...], tuple[Link, ...], Any]:
     """The GPUs, the links, and torch's properties of the first GPU (None without one)."""
     import torch
 
@@ -274,19 +262,17 @@ def _gpus_and_links(
             )
         )
     pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
-    links = [_link(driver, handles, *pair, read) for pair in pairs]
+    links = [
+        Link(
+            gpus=(one, other),
+            kind=read(f"link of GPUs {one} and {other}", nvml.link_between, driver, handles[one], handles[other]),
+            peer_access=read(
+                f"peer access of link of GPUs {one} and {other}", torch.cuda.can_device_access_peer, one, other
+            ),
+        )
+        for one, other in pairs
+    ]
     return tuple(gpus), tuple(links), known[0] if known else None
-
-
-def _link(driver: ModuleType | None, handles: list[object], one: int, other: int, read: Read) -> Link:
-    import torch
-
-    name = f"link of GPUs {one} and {other}"
-    return Link(
-        gpus=(one, other),
-        kind=read(name, nvml.link_between, driver, handles[one], handles[other]),
-        peer_access=read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other),
-    )
 
 
 def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:

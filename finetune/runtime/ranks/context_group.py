@@ -56,17 +56,17 @@ class ContextGroup:
     @property
     def part(self) -> int:
         """Which part of a row this rank has, from 0."""
-        return distributed.ranks().rank % self.size
+        return distributed.ranks().rank % self.processes
 
     @property
     def data_rank(self) -> int:
         """Which rows this rank has, among `data_ranks`."""
-        return distributed.ranks().rank // self.size
+        return distributed.ranks().rank // self.processes
 
     @property
     def data_ranks(self) -> int:
         """How many groups of ranks hold different rows."""
-        return distributed.ranks().world_size // self.size
+        return distributed.ranks().world_size // self.processes
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors of equal shape, in place."""
@@ -103,18 +103,6 @@ class StandIn(ContextGroup):
 
     @property
     def processes(self) -> int:
-        return 1
-
-    @property
-    def part(self) -> int:
-        return 0
-
-    @property
-    def data_rank(self) -> int:
-        return 0
-
-    @property
-    def data_ranks(self) -> int:
         return 1
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -142,26 +142,26 @@ class Watch:
             kind=kind,
             world_size=self.world_size,
             answered=tuple(RankStatus.from_json(self.store.get(keys[rank])) for rank in there),
-            silent={rank: self._read_status(rank) or self._last_status(rank) for rank in keys if rank not in there},
+            silent={rank: self._status_of_silent(rank) for rank in keys if rank not in there},
             limit=self.limit,
         )
-        self._write_report(report)
+        if self.folder is not None:
+            with contextlib.suppress(OSError):  # as in `_write_stacks`
+                write_json(self.folder / "report.json", report.to_dict())
+                write_text(self.folder / "report.md", report.markdown())
         if kind == TIMEOUT and not report.working:
             self.fail(self._error(report), list(report.silent))
         elif kind == SLOW or report.missing:
             self._warn(report)
 
-    def _read_status(self, rank: int) -> RankStatus | None:
-        at = self._read_activity(rank)
-        return rank_status.from_activity(rank, at) if at else None
-
-    def _last_status(self, rank: int) -> RankStatus | None:
+    def _status_of_silent(self, rank: int) -> RankStatus | None:
+        """What a rank that does not answer is doing: as this process can see, or else as it last reported."""
+        if (at := self._read_activity(rank)) is not None:
+            return rank_status.from_activity(rank, at)
         key = f"{STATUS}/{rank}"
-        return (
-            dataclasses.replace(RankStatus.from_json(self.store.get(key)), old=True)
-            if self.store.check([key])
-            else None
-        )
+        if not self.store.check([key]):
+            return None
+        return dataclasses.replace(RankStatus.from_json(self.store.get(key)), old=True)
 
     def _error(self, report: Report) -> str:
         sentence = report.sentence()
@@ -193,23 +193,15 @@ class Watch:
                 file.write(f"{self.status()}\n\n".encode())
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        if kind == TIMEOUT and self.world_size > 1:
-            self._write_flight_records(self.folder)
-
-    def _write_flight_records(self, folder: Path) -> None:
+        if kind != TIMEOUT or self.world_size == 1:
+            return
         with contextlib.suppress(Exception):  # private to torch
             from torch._C import _distributed_c10d as c10d
 
             for name, file in (("_dump_nccl_trace", "nccl"), ("_dump_fr_trace", "gloo")):
                 if hasattr(c10d, name):  # collectives, but not their stacks, which need the interpreter's lock
-                    with open_new(folder / f"{file}-rank-{self.rank}") as written:
+                    with open_new(self.folder / f"{file}-rank-{self.rank}") as written:
                         written.write(getattr(c10d, name)(True, False, False))
-
-    def _write_report(self, report: Report) -> None:
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                write_json(self.folder / "report.json", report.to_dict())
-                write_text(self.folder / "report.md", report.markdown())
 
 
 class StepTimes:
@@ -265,18 +257,18 @@ def reporting(folder: Path) -> Iterator[None]:
         fail=lambda *_: None,
     )
     alone.folder = folder
-    thread = threading.Thread(target=_follow, args=(alone, stop), daemon=True)
+
+    def follow() -> None:
+        while not stop.wait(POLL_SECONDS):
+            alone.poll()
+
+    thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-
-
-def _follow(watch: Watch, stop: threading.Event) -> None:
-    while not stop.wait(POLL_SECONDS):
-        watch.poll()
 
 
 def send_flight_records_to(folder: Path) -> None:

@@ -17,6 +17,7 @@ from types import FrameType
 
 from finetune.runtime.ranks import distributed, launcher
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 2.0  # within this time, a second signal is the same Ctrl-C, forwarded by the launcher
 POLL_SECONDS = 1.0
 # After a stop request, the process counts as stuck if it finishes no step for this long. When one rank has ended,
@@ -57,7 +58,7 @@ def install() -> None:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     # SIGHUP: the terminal was closed. Stays ignored under `nohup`.
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, on_signal)
     found = launcher.find() if state.launcher is None else None
     state.launcher = state.launcher or found
@@ -71,7 +72,7 @@ def _leave_signals_to_worker() -> None:
     """In a forked process, such as a worker of `Dataset.map(num_proc=2)`: signals end it as they would without this
     module. A handler that only notes a stop request would leave the parent waiting for a worker that it has ended."""
     signal.set_wakeup_fd(-1)  # or its signals would reach the parent
-    for number in _handled():
+    for number in HANDLED:
         if signal.getsignal(number) is on_signal:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -83,7 +84,7 @@ def installed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _handled()}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     install()
     try:
         yield
@@ -93,19 +94,14 @@ def installed() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _handled() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
 def _start_watching() -> None:
     """Start the watcher thread and have the interpreter send it all signals, even while the main thread runs C code."""
     global _wakeup
-    reader, writer = socket.socketpair()  # select() on Windows accepts only sockets
+    reader, writer = socket.socketpair()
     writer.setblocking(False)
     _wakeup = writer.detach()  # open as long as this process
     signal.set_wakeup_fd(_wakeup, warn_on_full_buffer=False)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave_signals_to_worker)
+    os.register_at_fork(after_in_child=_leave_signals_to_worker)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 
@@ -191,8 +187,6 @@ def drop_closed_output(streams: tuple[int, ...] = (1, 2)) -> None:
     Args:
         streams: file descriptors.
     """
-    if not hasattr(select, "poll"):
-        return
     for stream in streams:
         with contextlib.suppress(OSError):
             poll = select.poll()
@@ -233,7 +227,7 @@ def _watch(signals: socket.socket) -> None:
         arrived = arrived or latest
         # One poll late, so that the kernel's own signal is handled first.
         if launcher_gone and not state.launcher_end_handled and not arrived:
-            _signal_main_thread()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         launcher_gone = state.launcher is not None and launcher.is_gone(state.launcher)
         if not (arrived or requested()):
             since = None
@@ -251,13 +245,6 @@ def _next_signal(signals: socket.socket) -> str:
         return ""
     ours = (number for number in signals.recv(4096) if signal.getsignal(number) is on_signal)
     return next((signal.Signals(number).name for number in ours), "")
-
-
-def _signal_main_thread() -> None:
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-    else:
-        signal.raise_signal(signal.SIGTERM)
 
 
 def _limit() -> float:

@@ -77,10 +77,6 @@ def leave_error(text: str) -> None:
 
 def is_gone(parent: int) -> bool:
     """Whether this process's original parent has ended."""
-    if sys.platform == "win32":  # the parent's id does not change when it ends
-        import psutil
-
-        return not psutil.pid_exists(parent)
     return os.getppid() != parent
 
 

@@ -67,8 +67,8 @@ def test_the_peak_of_tiled_mlps_is_predicted_within_1_percent(
 def test_attention_grows_with_the_squared_length() -> None:
     """1000 tokens take 1 s and 4000 take 8 s: 2/3 s per 1000 tokens, and 1/3 s per 1000^2."""
     one = measured(PLAIN, 1.0, 1000)
-    assert one.seconds(8000, 8000**2) == pytest.approx(8 * 2 / 3 + 64 / 3)
-    assert one.seconds(8000, 8 * 1000**2) == pytest.approx(8.0)  # eight documents of 1000
+    assert one.tokens_per_second(8000, 8000**2) == pytest.approx(8000 / (8 * 2 / 3 + 64 / 3))
+    assert one.tokens_per_second(8000, 8 * 1000**2) == pytest.approx(1000)  # eight documents of 1000
     assert one.tokens_per_second(1000, 1000**2) == pytest.approx(1000)
 
 
@@ -91,7 +91,7 @@ def test_the_time_of_a_longer_row_is_predicted_within_6_percent(tokens: int, sec
     cost = training_flops(size, tokens=0, squared_lengths=1) / training_flops(size, tokens=1, squared_lengths=0)
     points = (Point(tokens=2048, peak_bytes=1.0, seconds=0.5), Point(tokens=tokens, peak_bytes=2.0, seconds=seconds))
     one = Measured(mode=FULL, held_bytes=0.0, points=points, square_cost=cost)
-    assert one.seconds(65_536, 65_536**2) == pytest.approx(measured, rel=0.06)
+    assert 65_536 / one.tokens_per_second(65_536, 65_536**2) == pytest.approx(measured, rel=0.06)
 
 
 @pytest.mark.parametrize(("tokens", "mode"), [(5_000, PLAIN), (20_000, FULL), (90_000, FULL), (300_000, FRUGAL)])

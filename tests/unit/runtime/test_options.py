@@ -12,7 +12,7 @@ from finetune.bench import command as bench
 from finetune.config.schema import SECTIONS
 from finetune.convert import command as convert
 from finetune.errors import UserError
-from finetune.runtime.options import Options, count, counts, requested_help, without_json, without_option
+from finetune.runtime.options import Options, count, counts, requested_help, without_option
 
 OWN = {"advise": advise.own_options(), "convert": convert.own_options(), "bench comm": bench.own_options()}
 
@@ -38,7 +38,6 @@ def test_own_options_are_taken_and_the_configuration_is_left_in_order() -> None:
         (["--steps", "0"], "--steps: expected an integer of at least 1, got '0'. See finetune try --help."),
         (["--world-sizes", "1,,2"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got '1,,2'."),
         (["--steps"], "--steps: expected one argument."),
-        (["--steps", "1", "--steps", "2"], "--steps is given twice. Keep one."),
         (["--json="], "--json: expected a path."),
         (["--worldsizes", "1"], "unknown option: `--worldsizes`. Nearest is --world-sizes."),
         (["--fastes"], "unknown option: `--fastes`. Nearest is --fastest."),
@@ -65,8 +64,9 @@ def test_a_command_without_configuration_refuses_the_rest() -> None:
 
 def test_arguments_without_json() -> None:
     words = ["--a.b", "1", "--json", "x", "--c.d=2"]
-    assert without_json(words) == ["--a.b", "1", "--c.d=2"]
-    assert without_json(["--json=x", *words[:2]]) == words[:2] and without_json(["--json"]) == []
+    assert without_option("--json", words) == ["--a.b", "1", "--c.d=2"]
+    assert without_option("--json", ["--json=x", *words[:2]]) == words[:2]
+    assert without_option("--json", ["--json"]) == []
     assert without_option("--c.d", words) == words[:-1] and without_option("--a.b", words) == words[2:]
 
 
