@@ -47,16 +47,13 @@ class Facts:
     changed_weights: tuple[str, ...]  # frozen weights whose bytes change when a sharded model gathers them
 
 
-def gather(trainer: Any) -> list[Facts]:
-    """The facts of all ranks, on every rank."""
-    return distributed.gather_objects(own_facts(trainer))
-
-
 def own_facts(trainer: Any) -> Facts:
     """The facts of this rank."""
     import torch
 
-    me = distributed.ranks()
+    from finetune.engine.sharding import digests, shard
+
+    me, sharded = distributed.ranks(), trainer.reduces_once is not None
     model = trainer.model
     cuda = trainer.stack.device == "cuda"
     return Facts(
@@ -78,22 +75,9 @@ def own_facts(trainer: Any) -> Facts:
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
         context_parallel=trainer.context.processes,
         global_batch_size=trainer.plan.global_batch_size,
-        sharding=sharding(trainer),
-        changed_weights=_changed_weights(trainer),
+        sharding=shard.inspect(trainer.model) if sharded else None,
+        changed_weights=digests.changed_weights(trainer.model) if sharded else (),
     )
-
-
-def sharding(trainer: Any) -> Sharding | None:
-    """What of the model is sharded; None if the run does not ask for it."""
-    from finetune.engine.sharding.shard import inspect
-
-    return None if trainer.reduces_once is None else inspect(trainer.model)
-
-
-def _changed_weights(trainer: Any) -> tuple[str, ...]:
-    from finetune.engine.sharding import digests
-
-    return () if trainer.reduces_once is None else digests.changed_weights(trainer.model)
 
 
 def loss_normalizer(trainer: Any) -> str:
@@ -276,7 +260,7 @@ def check(trainer: Any) -> list[str]:
     Raises:
         UserError: on every rank, with the name of the first check that fails and what to do.
     """
-    facts = gather(trainer)
+    facts = distributed.gather_objects(own_facts(trainer))
     for one in CHECKS:
         if (wrong := judge(one, facts, trainer.args.ddp_timeout)) is not None:
             raise UserError(f"{wrong}. Nothing was trained. (Start check: {one.__name__.replace('_', ' ')}.)")

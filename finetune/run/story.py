@@ -153,8 +153,8 @@ class _Run:
             self._record_results(built)
             if built.stop.stopped:
                 record.update(status="interrupted", interrupted_by=interrupt.reason())
-                checkpoint_saved = output_dir / f"checkpoint-{trainer.state.global_step}"
-                report.print_stopped(checkpoint_saved, door.resume_with(self.job))
+                saved = f"{output_dir / f'checkpoint-{trainer.state.global_step}'} is saved"
+                print_line(f"Stopped by {interrupt.reason()}; {saved}. Resume with:\n  {door.resume_with(self.job)}")
                 return RunOutcome(stopped=True)
             sums = door.save(trainer, output_dir)
             after, answers_after = door.evaluate(job, built, questions, trained=True)

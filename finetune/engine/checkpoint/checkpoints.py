@@ -86,8 +86,7 @@ def seal(checkpoint: Path, fields: JsonObject) -> None:
 
 
 def manifest(checkpoint: Path) -> JsonObject:
-    """Read a checkpoint's manifest and check the fields that this module needs. Manifests of older versions have no
-    checksums: `xxh3_128` is empty.
+    """Read a checkpoint's manifest and check the fields that this module needs.
 
     Raises:
         Damaged: it is missing or invalid.
@@ -100,13 +99,12 @@ def manifest(checkpoint: Path) -> JsonObject:
         raise DamagedCheckpoint(f"its {MANIFEST} cannot be read") from None
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"its {MANIFEST} is not a list of files")
-    own = content.pop("checksum", None)
-    if own is not None and own != files.checksum_of_json(content):
+    if content.pop("checksum", None) != files.checksum_of_json(content):
         raise DamagedCheckpoint(f"its {MANIFEST} does not match its checksum")
-    sizes, sums, step = content.get("files"), content.setdefault("xxh3_128", {}), content.get("step")
+    sizes, sums, step = content.get("files"), content.get("xxh3_128"), content.get("step")
     if not isinstance(sizes, dict) or not sizes or not all(_is_below(name) for name in sizes):
         raise DamagedCheckpoint(f"its {MANIFEST} is not a list of files")
-    if not isinstance(sums, dict) or not (sums.keys() == sizes.keys() or own is None and not sums):
+    if not isinstance(sums, dict) or sums.keys() != sizes.keys():
         raise DamagedCheckpoint(f"its {MANIFEST} does not have a checksum of each file")
     if type(step) is not int or step < 0:
         raise DamagedCheckpoint(f"its {MANIFEST} has no step")

@@ -26,14 +26,9 @@ from finetune.runtime.ranks import activity, distributed
 
 FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
-
 # What a killed run can leave behind. Matches only names that this package creates.
 _LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
-
-
 SHARED_SECONDS = 15.0  # for a new file to be seen on another machine; NFS remembers what it found for up to a minute
-
-
 SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
 
 
@@ -75,7 +70,10 @@ def check_shared(output_dir: Path) -> None:
     why = None
     try:
         if me.is_main:
-            why = _why_not_created(marker)
+            try:
+                marker.touch(exist_ok=False)
+            except OSError as error:
+                why = f"cannot write into it ({error.strerror})"
         distributed.barrier()
         if me.is_local_main and not me.is_main:
             if not _wait_for_file(marker):
@@ -92,14 +90,6 @@ def check_shared(output_dir: Path) -> None:
             "Each rank writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a "
             "shared volume) that is mounted under the same path on all machines."
         )
-
-
-def _why_not_created(path: Path) -> str | None:
-    try:
-        path.touch(exist_ok=False)
-    except OSError as error:
-        return f"cannot write into it ({error.strerror})"
-    return None
 
 
 def _wait_for_file(path: Path) -> bool:
@@ -129,15 +119,6 @@ def output_taken_message(output_dir: Path | str, existing: list[str]) -> str:
         "training.resume_from_checkpoint: true; for a new run give another folder, or set "
         "training.overwrite_output_dir: true to replace it."
     )
-
-
-def clear(output_dir: Path) -> None:
-    """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
-    for path in checkpoints(output_dir):
-        remove_atomically(path)
-    for path in _records_and_final_files(output_dir):
-        if not path.is_symlink():
-            remove(path)
 
 
 def archive_earlier_run(output_dir: Path) -> Path | None:
@@ -193,8 +174,11 @@ def prepare_output(output_dir: Path, *, overwrite: bool) -> None:
     """Remove partial files of earlier runs and, with `overwrite`, all their files. Every rank calls it."""
     if distributed.ranks().is_main:
         remove_leftovers(output_dir)
-        if overwrite:
-            clear(output_dir)
+        for path in checkpoints(output_dir) if overwrite else ():
+            remove_atomically(path)
+        for path in _records_and_final_files(output_dir) if overwrite else ():
+            if not path.is_symlink():
+                remove(path)
     distributed.barrier()
 
 

@@ -110,10 +110,22 @@ def find_trained_model(given: Path) -> TrainedModel:
             note = f"{given}: {why}, so its newest complete checkpoint is used: {folder.name}."
             _check_complete(folder)
     if _weights(folder) is None:
-        raise _nothing_trained_error(folder, record)
-    return _verified_weights(
-        TrainedModel(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note)
-    )
+        if record:
+            raise UserError(
+                f"nothing is saved in {folder}: the run is {_status(record)}, without a final model or a complete "
+                "checkpoint. Resume it with training.resume_from_checkpoint, or give another run."
+            )
+        raise UserError(
+            f"not a run: {folder} has no run.json, no checkpoint, and no adapter or model in safetensors. Give the "
+            "output_dir of a run, or a checkpoint in it."
+        )
+    found = TrainedModel(given=given, folder=folder, adapter=_adapter(folder), record=record, note=note)
+    model_files.check_regular(folder)
+    for file in _weights(folder) or []:
+        why = model_files.why_damaged(file) if file.is_file() else "it is missing"
+        if why:
+            raise UserError(f"{file} is damaged: {why}. Copy it again, or give another checkpoint of the run.")
+    return found
 
 
 def _check_complete(folder: Path) -> None:
@@ -166,32 +178,6 @@ def _weights(folder: Path) -> list[Path] | None:
 
 def _status(record: JsonObject) -> str:
     return str(record.get("status", "not recorded"))[:20]
-
-
-def _nothing_trained_error(folder: Path, record: JsonObject) -> UserError:
-    if record:
-        return UserError(
-            f"nothing is saved in {folder}: the run is {_status(record)}, without a final model or a complete "
-            "checkpoint. Resume it with training.resume_from_checkpoint, or give another run."
-        )
-    return UserError(
-        f"not a run: {folder} has no run.json, no checkpoint, and no adapter or model in safetensors. Give the "
-        "output_dir of a run, or a checkpoint in it."
-    )
-
-
-def _verified_weights(found: TrainedModel) -> TrainedModel:
-    """Check the sizes of the weights' files against their headers.
-
-    Raises:
-        UserError: one of them is missing or damaged, or not a regular file.
-    """
-    model_files.check_regular(found.folder)
-    for file in _weights(found.folder) or []:
-        why = model_files.why_damaged(file) if file.is_file() else "it is missing"
-        if why:
-            raise UserError(f"{file} is damaged: {why}. Copy it again, or give another checkpoint of the run.")
-    return found
 
 
 def _adapter(folder: Path) -> JsonObject | None:

@@ -51,7 +51,9 @@ def write(
     me = distributed.ranks()
     dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
-    planned = plan_files(sizes, file_bytes or _file_bytes(sizes, me.world_size))
+    total = sum(sizes.values())
+    each = FILE_BYTES if total <= ONE_FILE_BYTES else min(FILE_BYTES, math.ceil(total / me.world_size))
+    planned = plan_files(sizes, file_bytes or each)
     names = file_names(stem, len(planned))
     for first in range(0, len(planned), me.world_size):  # one file per rank at a time
         wave = planned[first : first + me.world_size]
@@ -100,11 +102,6 @@ def plan_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
         found[-1].append(key)
         used += size
     return found
-
-
-def _file_bytes(sizes: Mapping[str, int], world_size: int) -> int:
-    total = sum(sizes.values())
-    return FILE_BYTES if total <= ONE_FILE_BYTES else min(FILE_BYTES, math.ceil(total / world_size))
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -203,12 +200,6 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         (target.to_local() if isinstance(target, DTensor) else target).copy_(source)
 
 
-def shard_like(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor on the host, split and placed as `like`, in its own type."""
-    span = local_rows(like)
-    return source if span is None else to_dtensor(source[span[0] : span[1]], like)
-
-
 def to_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part as a DTensor that is split as `like`; a whole tensor as it is."""
     if not isinstance(like, DTensor):
@@ -221,7 +212,8 @@ def to_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 # --- an optimizer's state ---------------------------------------------------------------------------------------------
 
-OPTIMIZER = "optimizer"  # stem of the tensors' files; the rest is in optimizer.json
+OPTIMIZER = "optimizer"  # stem of the tensors' files
+OPTIMIZER_FILE = f"{OPTIMIZER}.json"  # the rest
 
 
 def write_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -242,13 +234,8 @@ def write_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
             for group in state["param_groups"]
         ]
         text = json.dumps({"param_groups": groups, "state": plain}, allow_nan=False)
-        files.write_text(folder / f"{OPTIMIZER}.json", text + "\n")
+        files.write_text(folder / OPTIMIZER_FILE, text + "\n")
     distributed.barrier()
-
-
-def has_optimizer(folder: Path) -> bool:
-    """Whether `write_optimizer` has written into this folder."""
-    return (folder / f"{OPTIMIZER}.json").is_file()
 
 
 def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> JsonObject:
@@ -261,7 +248,7 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     Raises:
         ValueError: a tensor has another shape than its parameter.
     """
-    content = files.read_json(folder / f"{OPTIMIZER}.json")
+    content = files.read_json(folder / OPTIMIZER_FILE)
     stored = TensorFiles(folder, OPTIMIZER)
     state: dict[int, JsonObject] = {int(index): dict(values) for index, values in content["state"].items()}
     for key in stored.keys():
@@ -298,9 +285,9 @@ def split_optimizer(state: JsonObject, parameters: Sequence[torch.Tensor], *, in
     """
 
     def part(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if not in_codes:
-            return shard_like(value, like)
         span = local_rows(like)
+        if not in_codes:
+            return value if span is None else to_dtensor(value[span[0] : span[1]], like)
         own = value if span is None else eight_bit.slice_rows(value, *span)
         return to_dtensor(eight_bit.encode(own, name), like)
 

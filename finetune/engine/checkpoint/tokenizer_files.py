@@ -37,7 +37,8 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     Raises:
         UserError: it has something that cannot be saved, such as a chat template that is not text.
     """
-    for name, content in _files_to_write(tokenizer, _base_folder(tokenizer)).items():
+    base = str(getattr(tokenizer, "name_or_path", "") or "")
+    for name, content in _files_to_write(tokenizer, model_files.model_folder(base) if base else None).items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_bytes(folder / name, content)
 
@@ -47,11 +48,6 @@ def copy(source: Path, folder: Path) -> None:
     for name, content in read(source).items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_bytes(folder / name, content)
-
-
-def _base_folder(tokenizer: Tokenizer) -> Path | None:
-    name = str(getattr(tokenizer, "name_or_path", "") or "")
-    return model_files.model_folder(name) if name else None
 
 
 def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:

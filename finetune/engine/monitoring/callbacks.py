@@ -89,9 +89,7 @@ class Profile(TrainerCallback):
         self._steps = steps
         self._profiler: torch.profiler.profile | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **kwargs: object) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=self._steps, repeat=1),
@@ -124,9 +122,7 @@ class FirstGradients(TrainerCallback):
     def __init__(self, sharded: bool = False, weights: str = "float32") -> None:
         self._done, self._checks_memory, self._weights = False, sharded, weights
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **kwargs: Any) -> None:
         if not self._done:
             invariants.check_gradients(kwargs["model"])
             self._done = True
@@ -156,9 +152,7 @@ class ParityDump(TrainerCallback):
         if state.global_step == 0:
             self._save("gradient", gradient)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: object, **kwargs: Any) -> None:
         self._save("weights", {name: p.detach() for name, p in self._trained(kwargs["model"])})
         self._save("norms", {"norms": torch.stack(self._norms)})
 

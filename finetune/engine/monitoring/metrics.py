@@ -79,7 +79,7 @@ def expert_load_summary(tokens: Sequence[np.ndarray]) -> dict[str, float]:
     """What the tokens of each expert amount to, by the names of `runtime.tags`; empty without layers of experts."""
     if not tokens:
         return {}
-    loads = [one / one.mean() for one in tokens]
+    loads = [expert_loads([one]) for one in tokens]
     most, least = [float(one.max()) for one in loads], [float(one.min()) for one in loads]
     return {
         "expert_load_max": statistics.fmean(most),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from dataclasses import dataclass
 
@@ -36,16 +37,10 @@ def take_window() -> Window:
 
 
 def peak_gib() -> float:
-    """Most memory that this process has held since `reset`: on its GPU, or of the host for a CPU run."""
+    """Most memory that this process has held, its subprocesses not counted: on its GPU since `reset`, or of the host
+    for a CPU run."""
     if torch.cuda.is_available():
         return max(_highest_gib, torch.cuda.max_memory_allocated() / 2**30)
-    return host_gib()
-
-
-def host_gib() -> float:
-    """Most host memory that this process has held; its subprocesses are not counted."""
-    import resource
-
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

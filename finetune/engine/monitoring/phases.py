@@ -47,20 +47,14 @@ class PhaseTimer(TrainerCallback):
         synchronizes with the device."""
         return split_steps(self._clock.drain())
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **kwargs: object) -> None:
         self._clock.reset()
         self._clock.mark()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
         activity.enter("optimizer")
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_optimizer_step(self, *_: object, **kwargs: object) -> None:
         self._mark("optimizer")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:

@@ -100,7 +100,11 @@ class RunLogger(TrainerCallback):
         """The trainer whose steps are timed. Its evaluation and its checkpoints are timed apart from them."""
         self._trainer = trainer
         self._callbacks = list(trainer.callback_handler.callbacks)
-        self._own = [(owner, name, vars(owner).get(name)) for owner, name in _replaced_methods(trainer)]
+        # What the logger, its monitor and the timer of phases replace on a trainer and its accelerator.
+        methods = ("evaluate", "_save_checkpoint", "get_batch_samples", "compute_loss", "average_gradients")
+        replaced = [(trainer, name) for name in methods]
+        replaced += [(trainer.accelerator, name) for name in ("backward", "clip_grad_norm_")]
+        self._own = [(owner, name, vars(owner).get(name)) for owner, name in replaced]
         self._monitor = Monitor(
             trainer, self.plan, self.layout.tokens, self.layout.squared_lengths, self.hardware.device
         )
@@ -163,9 +167,7 @@ class RunLogger(TrainerCallback):
         if self._rates[-1] > 0 and (step % args.logging_steps == 0 or step >= state.max_steps):
             self.monitor.sample_weights()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_optimizer_step(self, *_: object, **kwargs: object) -> None:
         self.monitor.compare_weights()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -352,14 +354,6 @@ class RunLogger(TrainerCallback):
         """Fields of run.json. Every rank calls it."""
         events = self.records.events
         return self.run.to_dict(self.monitor.exposed, [events.warning] if events and events.warning else [])
-
-
-def _replaced_methods(trainer: Any) -> list[tuple[Any, str]]:
-    """What the logger, its monitor and the timer of phases replace on a trainer and its accelerator."""
-    methods = ("evaluate", "_save_checkpoint", "get_batch_samples", "compute_loss", "average_gradients")
-    return [(trainer, name) for name in methods] + [
-        (trainer.accelerator, name) for name in ("backward", "clip_grad_norm_")
-    ]
 
 
 def _device_facts(hardware: Hardware) -> JsonObject:

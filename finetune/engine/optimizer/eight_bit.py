@@ -111,7 +111,8 @@ def to_files(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
         return {key: decode(state)}
     local: Any = state.to_local()
     row = math.prod(state.shape[1:])
-    kinds = {has_codes(rows * row) for rows in _rows_per_rank(state.shape[0], state.device_mesh.size())}
+    each = math.ceil(state.shape[0] / state.device_mesh.size())  # rows of a rank; the last one that has any has fewer
+    kinds = {has_codes(min(each, state.shape[0] - first) * row) for first in range(0, state.shape[0], each)}
     if kinds == {False}:
         return {key: state}
     if kinds == {True} and row % BLOCK == 0:
@@ -120,12 +121,6 @@ def to_files(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
         scales = scales.view(local.shape[0], row // BLOCK)
         return {f"{key}.{_CODES}": _to_dtensor(codes, state), f"{key}.{SCALES}": _to_dtensor(scales, state)}
     return {key: _to_dtensor(decode(local).float(), state)}
-
-
-def _rows_per_rank(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank that has any."""
-    each = math.ceil(rows / ranks)
-    return [min(each, rows - first) for first in range(0, rows, each)]
 
 
 def _to_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:

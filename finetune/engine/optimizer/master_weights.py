@@ -78,7 +78,9 @@ def choose_by_size(config: Config, memory: float, count: int | None) -> WeightPr
     """
     if count is None:
         return WeightPrecision(kind=FLOAT32, reason="the model's size is not known before it is loaded")
-    needed = count * bytes_per_weight(config.training.optim) / 2**30
+    # Itself, its gradient, the optimizer's state, and a copy in 16 bits that autocast keeps until the backward pass.
+    each = state_bytes.held_per_weight(4, state_bytes.state_bytes_per_weight(config.training.optim, 4)) + 2
+    needed = count * each / 2**30
     sizes = f"weights, gradients and optimizer state take {needed:.1f} of {memory:.1f} GiB in float32"
     if needed <= SHARE * memory:
         return WeightPrecision(kind=FLOAT32, reason=sizes)
@@ -101,12 +103,6 @@ def resolve_auto(config: Config, memory: float | None, count: int) -> Config:
     if model.full_finetuning and memory is not None and model.dtype not in ("float32", "float16"):
         kind = choose_by_size(config, memory, count).kind
     return replace(config, training=replace(training, master_weights=kind))
-
-
-def bytes_per_weight(optimizer: str) -> float:
-    """Memory per trained float32 weight: itself, its gradient, the optimizer's state, and a copy in 16 bits that
-    autocast keeps from the forward to the backward pass."""
-    return state_bytes.held_per_weight(4, state_bytes.state_bytes_per_weight(optimizer, 4)) + 2
 
 
 def count_parameters(config: Config) -> int | None:

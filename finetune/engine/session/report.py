@@ -12,7 +12,7 @@ from finetune.config import Config
 from finetune.config.rules import Mode
 from finetune.runtime import files
 from finetune.runtime.command import console, print_line
-from finetune.runtime.ranks import distributed, interrupt
+from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 def print_introduction(job: Job, start: StartPoint) -> None:
     """Print what is about to run."""
+    import torch
+
     from finetune.data import ledger
     from finetune.engine import multimodal
     from finetune.engine.job import experts_of, layout_facts
@@ -38,13 +40,14 @@ def print_introduction(job: Job, start: StartPoint) -> None:
         was = f"changed since {start.found.path}: {change['key']} was {change['was']}, now {change['now']}"
         print_line(was, style="yellow")
     config, batch, world = job.config, job.batch, distributed.ranks().world_size
+    threads = f" ({counted(torch.get_num_threads(), 'thread')} each)" if job.stack.device == "cpu" else ""
     if start.found.path is not None:
         print_line(f"Resumes from {start.found.path} at step {start.found.manifest['step']}")
     elif config.training.resume_from_checkpoint:
         print_line("warning: there is no checkpoint to resume from. The run starts at step 0.", style="yellow")
     print_line(
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
-        f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
+        f"x {job.hardware.name}{threads}: {job.size.trainable_parameters:,} trainable parameters"
     )
     if job.stack.device == "cuda" and world == 1 and (idle := nvml.idle_note()) is not None:
         print_line(idle)
@@ -145,16 +148,6 @@ def _missing_exports(job: Job) -> str | None:
     return mergeable.warning(next(iter(adapters.values())).to_dict(), shape)
 
 
-def _threads(job: Job) -> str:
-    """The threads of each rank of a CPU run."""
-    import torch
-
-    if job.stack.device != "cpu":
-        return ""
-    count = torch.get_num_threads()
-    return f" ({counted(count, 'thread')} each)"
-
-
 def method(job: Job) -> str:
     """What is trained, in the field's terms."""
     model = job.config.model
@@ -200,11 +193,6 @@ def print_best(best: JsonObject | None, stopped_at: int | None, total: int) -> N
         which = "that of this step" if best["loaded"] else "that of the last step"
         value = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
         print_line(f"Best evaluation: {value}. The final model is {which}.")
-
-
-def print_stopped(checkpoint: Path, resume_with: str) -> None:
-    """Print how to resume a run that was interrupted."""
-    print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with:\n  {resume_with}")
 
 
 def print_conclusion(results: JsonObject, output_dir: Path, prediction: str | None) -> None:

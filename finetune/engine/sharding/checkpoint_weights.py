@@ -75,16 +75,12 @@ def _save_adapter(model: Model, folder: Path) -> None:
             if distributed.ranks().is_main:
                 kept[name] = gathered.cpu().contiguous()
     held = distributed.sum_over_ranks(own)
+    stored = 0
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
-    stored = _nonzero(folder / "adapter_model.safetensors") if distributed.ranks().is_main else None
+        with safe_open(folder / "adapter_model.safetensors", "pt") as written:
+            stored = sum(int(written.get_tensor(key).count_nonzero()) for key in written.keys())  # noqa: SIM118
     check_adapter(int(sum(held)), distributed.gather_objects(stored)[0])
-
-
-def _nonzero(file: Path) -> int:
-    """Nonzero elements in all tensors of a file."""
-    with safe_open(file, "pt") as stored:
-        return sum(int(stored.get_tensor(key).count_nonzero()) for key in stored.keys())  # noqa: SIM118
 
 
 def check_adapter(held: int, stored: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.errors import UserError
 from finetune.runtime.types import Model
 
 
@@ -23,22 +22,14 @@ def store_as_float32(model: Model, device: torch.device) -> int:
 
     bitsandbytes finds a weight's state on its module once FSDP2 has replaced the parameter
     (`fix_4bit_weight_quant_state_from_module`).
-
-    Raises:
-        UserError: a weight's size is not a multiple of 4 bytes, those of a float32 number.
     """
     found = 0
-    for name, module in model.named_modules():
+    for module in model.modules():
         weight = module._parameters.get("weight")
         if type(weight).__name__ != "Params4bit":
             continue
         packed: Any = weight
         content = packed.data.contiguous().view(torch.uint8).flatten()
-        if content.numel() % 4:
-            raise UserError(
-                f"training.strategy is shard, and the 4-bit weight of {name} has {content.numel():,} bytes, not a "
-                "multiple of 4. Use training.strategy: ddp, or set model.load_in_4bit to false."
-            )
         state = packed.quant_state
         state.to(device)
         module.quant_state = state  # type: ignore[assignment]

@@ -73,8 +73,8 @@ def load_optimizer_and_schedule(
     """
     saved_schedule = read_state(folder / "scheduler.pt")
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    in_codes, whole = eight_bit.is_used(optimizer), not tensor_files.has_optimizer(folder)
-    path = folder / ("optimizer.pt" if whole else "optimizer.json")
+    in_codes, whole = eight_bit.is_used(optimizer), not (folder / tensor_files.OPTIMIZER_FILE).is_file()
+    path = folder / ("optimizer.pt" if whole else tensor_files.OPTIMIZER_FILE)
     configured = [
         {name: value for name, value in group.items() if name not in _STATE_IN_GROUPS}
         for group in optimizer.param_groups
