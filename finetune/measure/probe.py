@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune.data.layout import Layout
-from finetune.engine.optimizer.learning_rate import set_learning_rate
+from finetune.engine.training.schedule import set_learning_rate
 from finetune.measure.held import Memory
 from finetune.runtime.types import JsonObject
 

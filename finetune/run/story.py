@@ -18,7 +18,7 @@ from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, disk_checks, opening, out_of_memory, report
 from finetune.errors import RunError
-from finetune.run import dashboard, evaluation, final_model, recording
+from finetune.run import evaluation, final_model, recording
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -134,13 +134,21 @@ class _Run:
 
     def train(self) -> RunOutcome:
         """Evaluate, train, save and evaluate again."""
-        from finetune.engine.monitoring import samples
+        from finetune.engine.job import layout_facts
+        from finetune.engine.monitoring import samples, tensorboard_pages
+        from finetune.engine.monitoring.run_logger import Dashboard
         from finetune.measure import longest_row, scoring
 
         door, record, job = self.door, self.record, self.job
         output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
         questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
-        pages = dashboard.dashboard_pages(job, questions)
+        rows = job.config.logging.include_rows
+        pages = Dashboard(
+            texts={"1 data": tensorboard_pages.data_page(job.data.ledgers, layout_facts(job), include_rows=rows)},
+            divergence=review.divergence if job.config.training.stop_on_divergence else None,
+            samples=(lambda: evaluation.answer_and_score(job, questions)) if questions else None,
+            include_rows=rows,
+        )
         explained = out_of_memory.explain_out_of_memory(lambda: self.job, longest_row.known_remedy)
         with door.trainer(job, self.start, pages) as built, built.logger, explained:
             trainer, logger = built.trainer, built.logger

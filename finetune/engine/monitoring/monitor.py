@@ -15,7 +15,6 @@ from finetune.data.plan import Plan
 from finetune.engine.monitoring import peak_memory, wrong_bits
 from finetune.engine.monitoring.phases import PhaseTimer
 from finetune.engine.optimizer import master_weights
-from finetune.runtime import communication
 from finetune.runtime.machine import nvml
 from finetune.runtime.ranks import distributed
 from finetune.runtime.tags import PHASES
@@ -159,18 +158,15 @@ class Monitor:
             self._shares[place] += ((by_rows[:, None] + np.arange(shared)[::-1]) // shared).ravel()
         # A reduction in the first of several micro-batches shifts DDP's count of iterations by one.
         if self._steps > 2 and (self._steps <= DDP_FIRST_STEPS + 1 or self._steps % logging_steps <= 1):
-            self._read_account()
+            found = exposed_and_hidden(self._trainer.model_wrapped)
+            if found is not None and found != self._account:
+                self._accounts.append((self._steps - 1, found[0]))
+                self._exposed.append(found[0])
+            self._account = found
         if (timer := context.timer) is not None:
             if timer.on:
                 self._exchange_steps.append(self._steps)
             timer.on = self._steps < DDP_FIRST_STEPS or (global_step + 1) % logging_steps == 0
-
-    def _read_account(self) -> None:
-        found = communication.exposed_and_hidden(self._trainer.model_wrapped)
-        if found is not None and found != self._account:
-            self._accounts.append((self._steps - 1, found[0]))
-            self._exposed.append(found[0])
-        self._account = found
 
     def record(self) -> StepRecord:
         """What all ranks did since the last call. The one host-device sync and the one collective of a record."""
@@ -182,8 +178,18 @@ class Monitor:
         if first == 1:
             steps, first = steps[1:], 2
         totals = [sum(map(sum, step.values())) for step in steps]
-        own = self._own_fields(steps, totals, first) | {"wait": waited} | self._memory() | self._statistics()
-        own |= dict(zip(wrong_bits.FIELDS, self._bits.fields(), strict=True))
+        window = peak_memory.take_window()
+        own = (
+            self._own_fields(steps, totals, first)
+            | self._statistics()
+            | {
+                "wait": waited,
+                "peak_gib": window.peak_gib,
+                "reserved_gib": math.nan if window.reserved_gib is None else window.reserved_gib,
+                "allocator_retries": float(window.allocator_retries),
+                **dict(zip(wrong_bits.FIELDS, self._bits.fields(), strict=True)),
+            }
+        )
         norms = [float(norm) for norm in self._norms]
         self._norms.clear()
         counts = self._trainer.statistics.take_expert_counts()
@@ -192,6 +198,11 @@ class Monitor:
         fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[before:], strict=False)) for vector in vectors]
         gpus = gpus_by_rank([vector[before + len(FIELDS) :] for vector in vectors])
         unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
+        load, summed = (
+            self._trainer.statistics.expert_load,
+            np.sum([one[len(losses) : before] for one in vectors], axis=0),
+        )
+        layers = [] if load is None else np.split(summed, np.cumsum(load.sizes)[:-1])
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
             losses=[sum(vector[step] for vector in vectors) / len(vectors) for step in range(len(losses))],
@@ -204,7 +215,7 @@ class Monitor:
             top1=_known_sum(fields, "top1"),
             entropy=_known_sum(fields, "entropy"),
             load_balancing=_known_sum(fields, "load_balancing"),
-            expert_tokens=self._by_layer(np.sum([vector[len(losses) : before] for vector in vectors], axis=0)),
+            expert_tokens=[one for one in layers if one.any()],  # others' experts tell nothing of their choice
             unchanged=(unchanged or 0) / compared if compared else None,
             bits=[[one[name] for name in wrong_bits.FIELDS] for one in fields],
         )
@@ -245,15 +256,6 @@ class Monitor:
             self._exchange_seconds = sum(seconds) / len(timed)
             self._exchange_shares = seconds[0] / sum(timed), seconds[1] / sum(timed)
 
-    def _memory(self) -> dict[str, float]:
-        window = peak_memory.take_window()
-        reserved = math.nan if window.reserved_gib is None else window.reserved_gib
-        return {
-            "peak_gib": window.peak_gib,
-            "reserved_gib": reserved,
-            "allocator_retries": float(window.allocator_retries),
-        }
-
     def _statistics(self) -> dict[str, float]:
         found = self._trainer.statistics.take_tokens()
         weights, self._unchanged = self._unchanged, None
@@ -267,12 +269,6 @@ class Monitor:
             "unchanged": unchanged,
             "compared": compared,
         }
-
-    def _by_layer(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Tokens of each expert, by layer; layers whose experts tell nothing of their choice are left out."""
-        load = self._trainer.statistics.expert_load
-        layers = np.split(counts, np.cumsum(load.sizes)[:-1]) if load is not None else []
-        return [one for one in layers if one.any()]
 
     def _gpu_block(self) -> list[float]:
         """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
@@ -323,6 +319,23 @@ def typical_step(
         "optimizer": means["optimizer"] * scale,
         "other": means["other"] * scale,
     }
+
+
+def exposed_and_hidden(model: Any) -> tuple[float, float] | None:
+    """Exposed and overlapped communication time of the last step that DDP logged, in seconds: the time gradients were
+    reduced after this rank's backward pass had ended, and during it. None with one rank or before the first step.
+
+    DDP counts communication from the first full bucket until the last one has been reduced on all ranks, so waiting for
+    a straggler is included. A step's statistics become available when the next forward pass begins; reading them does
+    not block (`torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data`, in nanoseconds).
+    """
+    if not hasattr(model, "_get_ddp_logging_data"):
+        return None
+    data = model._get_ddp_logging_data()
+    if "backward_comm_time" not in data:
+        return None
+    hidden = min(data["backward_compute_comm_overlap_time"], data["backward_comm_time"])
+    return (data["backward_comm_time"] - hidden) / 1e9, hidden / 1e9
 
 
 def _note_norms(accelerator: Any, norms: list[torch.Tensor | float]) -> None:

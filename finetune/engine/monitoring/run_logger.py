@@ -24,7 +24,6 @@ from finetune.engine.monitoring.records import RecordWriter, StepCounter, Totals
 from finetune.engine.monitoring.results import RunResults
 from finetune.engine.monitoring.samples import SampleResult
 from finetune.engine.monitoring.trackers import Tracker
-from finetune.engine.optimizer.learning_rate import learning_rate
 from finetune.errors import RunError
 from finetune.runtime import startup
 from finetune.runtime.machine.hardware import Hardware
@@ -162,7 +161,7 @@ class RunLogger(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._rates.append(learning_rate(self._trainer.optimizer))
+        self._rates.append(float(self._trainer.optimizer.param_groups[0]["lr"]))  # a number: a tensor changes later
         step = state.global_step + 1
         if self._rates[-1] > 0 and (step % args.logging_steps == 0 or step >= state.max_steps):
             self.monitor.sample_weights()

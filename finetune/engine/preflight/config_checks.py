@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.data_sources import evaluation_sources, training_sources
+from finetune.config.rules import TRACKERS
 from finetune.engine.preflight.adapter_files import base_folder, check_adapter, local_adapter
 from finetune.engine.preflight.hub import check_hub, hub_is_off, use_cache_without_network
 from finetune.engine.preflight.model_files import ADAPTER, SHAPES, cached_model_file, check_folder, check_regular
-from finetune.engine.preflight.packages import check_optimizer, check_trackers
 from finetune.engine.preflight.remote_code import check_code
 from finetune.errors import UserError
 from finetune.runtime import user_code
+
+# Prefixes of optimizer names (`transformers.training_args.OptimizerNames`), their module, its name for pip.
+PACKAGES = (
+    (("adamw_8bit", "adamw_bnb_", "ademamix", "lion_", "paged_", "rmsprop_"), "bitsandbytes", "bitsandbytes"),
+    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("galore_",), "galore_torch", "galore-torch"),
+    (("apollo_",), "apollo_torch", "apollo-torch"),
+    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
+    (("grokadamw",), "grokadamw", "grokadamw"),
+    (("schedule_free_",), "schedulefree", "schedulefree"),
+    (("stable_adamw",), "optimi", "torch-optimi"),
+)
 
 
 def check(config: Config) -> None:
@@ -79,3 +93,32 @@ def check_data(config: Config) -> None:
             use_cache_without_network()
         else:
             check_hub(f"{'data.dataset_name' if config.data.dataset_name == name else 'the dataset'} is {name}")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of the trackers in logging.report_to are installed.
+
+    Raises:
+        UserError: one is not; it names all of them.
+    """
+    missing = [name for name in names if importlib.util.find_spec(TRACKERS[name][0]) is None]
+    if missing:
+        packages = " ".join(TRACKERS[name][1] for name in missing)
+        raise UserError(
+            f"logging.report_to names {', '.join(missing)}, which is not installed here. Run `pip install {packages}`, "
+            "or remove it."
+        )
+
+
+def check_optimizer(name: str) -> None:
+    """Check that the package of the optimizer `name` is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    for beginnings, module, package in PACKAGES:
+        if name.startswith(beginnings) and importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"training.optim: {name} needs the package {package}, which is not installed here. Run "
+                f"`pip install {package}`, or omit training.optim to use torch's AdamW."
+            )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from finetune.engine.optimizer.learning_rate import set_learning_rate
 from finetune.errors import UserError
+from finetune.runtime.types import JsonObject
 
 
 @contextlib.contextmanager
@@ -43,3 +43,11 @@ def move_schedule(schedule: object, step: int) -> None:
     ]
     for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         set_learning_rate(group, rate)
+
+
+def set_learning_rate(group: JsonObject, rate: float | torch.Tensor) -> None:
+    """Set the learning rate of one parameter group. torchao's optimizers keep it in a tensor, and refuse a number."""
+    if torch.is_tensor(group["lr"]):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -15,7 +15,6 @@ from finetune.engine.model.expert_load import ExpertLoad
 from finetune.engine.monitoring import monitor
 from finetune.engine.monitoring.monitor import Monitor, typical_step
 from finetune.engine.training.loss import StepStatistics
-from finetune.runtime import communication
 from finetune.runtime.machine import nvml
 from finetune.runtime.ranks import distributed
 from finetune.runtime.ranks.context_group import ContextGroup
@@ -102,7 +101,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     trainer = FakeTrainer([2.0, 4.0, 6.0])
     found = make(monkeypatch, steps, trainer)
     reports = iter([(0.5, 0.0), (0.5, 0.0)])
-    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: next(reports))
+    monkeypatch.setattr(monitor, "exposed_and_hidden", lambda model: next(reports))
     for number in (1, 2):
         found.step_ended(number, logging_steps=1)
     found.step_ended(3, logging_steps=1)  # DDP's report of step 2 appears at the end of step 3
@@ -155,7 +154,7 @@ def test_tokens_of_experts_are_those_of_all_ranks(two_ranks: None, monkeypatch: 
 
 def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = make(monkeypatch, [], FakeTrainer([]))
-    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: None)
+    monkeypatch.setattr(monitor, "exposed_and_hidden", lambda model: None)
     found.step_ended(1, logging_steps=10)
     dealt = plan(8).deal(0, 0, world_size=2, per_device=2, accumulation=1)
     assert found._shares[0].tolist() == [(dealt[0, rank] + 1).sum() for rank in (0, 1)]
@@ -167,7 +166,7 @@ def test_ranks_that_share_rows_have_parts_of_their_tokens(two_ranks: None, monke
     trainer = FakeTrainer([])
     trainer.context, trainer.args.per_device_train_batch_size = ContextGroup(size=2), 4
     found = make(monkeypatch, [], trainer)
-    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: None)
+    monkeypatch.setattr(monitor, "exposed_and_hidden", lambda model: None)
     found.step_ended(1, logging_steps=10)
     rows = plan(8).step_rows(0, 0)
     for shares, values in zip(found._shares, (rows + 1, (rows + 1) ** 2), strict=True):
@@ -181,7 +180,7 @@ def test_the_exchange_of_shared_rows_is_communication(two_ranks: None, monkeypat
     trainer = FakeTrainer([])
     trainer.context, trainer.args.per_device_train_batch_size = ContextGroup(size=2, timer=timer), 4  # type: ignore[arg-type]
     found = make(monkeypatch, [step(0.1, 0.4, 0.8)] * 3, trainer)
-    monkeypatch.setattr(communication, "exposed_and_hidden", lambda model: (0.05 * (1 + found._steps), 0.0))
+    monkeypatch.setattr(monitor, "exposed_and_hidden", lambda model: (0.05 * (1 + found._steps), 0.0))
     timed = []
     for number in range(1, 4):
         timed.append(timer.on)
@@ -210,7 +209,7 @@ def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.M
         asked.append(number)
         return (0.01, min(number, 10) / 1e3)
 
-    monkeypatch.setattr(communication, "exposed_and_hidden", report)
+    monkeypatch.setattr(monitor, "exposed_and_hidden", report)
     for number in range(1, 303):
         found.step_ended(number, logging_steps=100)
     assert asked == [3, 4, 5, 6, 7, 8, 9, 10, 11, 100, 101, 200, 201, 300, 301]
@@ -251,3 +250,18 @@ def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -
     means = dict(zip(nvml.FIELDS, found, strict=True))
     assert (means["utilization"], means["throttled"], means["samples"], means["reasons"]) == (0.5, 2 / 3, 3, 0x24)
     assert math.isnan(means["power_w"]) and sampler.take() == [[]]
+
+
+def test_ddps_account() -> None:
+    def model(**data: int) -> Any:
+        return types.SimpleNamespace(_get_ddp_logging_data=lambda: data)
+
+    found = monitor.exposed_and_hidden(
+        model(backward_comm_time=9_000_000, backward_compute_comm_overlap_time=2_000_000)
+    )
+    assert found == pytest.approx((0.007, 0.002))
+    # The first bucket may be full only when the backward pass is over.
+    late = model(backward_comm_time=1_000_000, backward_compute_comm_overlap_time=3_000_000)
+    assert monitor.exposed_and_hidden(late) == (0.0, 0.001)
+    assert monitor.exposed_and_hidden(model(rank=0)) is None
+    assert monitor.exposed_and_hidden(torch.nn.Linear(1, 1)) is None

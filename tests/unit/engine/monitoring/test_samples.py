@@ -25,7 +25,7 @@ from finetune.config import ConfigError, dump_yaml, load
 from finetune.config.rules import TRACKERS
 from finetune.data.store import Rows
 from finetune.engine.monitoring import samples, trackers
-from finetune.engine.preflight import config_checks, packages
+from finetune.engine.preflight import config_checks
 from finetune.errors import RunError, UserError
 from finetune.runtime import user_code
 from finetune.runtime.ranks import distributed
@@ -402,7 +402,7 @@ def test_only_rank_0_reports(stand_in: type[StandIn], monkeypatch: pytest.Monkey
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_pip_line(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(UserError, match=r"names neptune, comet_ml, which .* Run `pip install neptune comet-ml`, or"):
-        packages.check_trackers(["neptune", "comet_ml"])
+        config_checks.check_trackers(["neptune", "comet_ml"])
 
 
 def test_a_tracker_that_cannot_begin_ends_the_run(

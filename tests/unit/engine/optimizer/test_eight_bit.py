@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from finetune.engine.checkpoint import tensor_files
 from finetune.engine.optimizer import eight_bit, state_bytes
-from finetune.engine.optimizer.learning_rate import set_learning_rate
 from finetune.engine.sharding import memory_per_rank, shard
 from finetune.engine.training.loss import StepStatistics
-from finetune.engine.training.schedule import move_schedule
+from finetune.engine.training.schedule import move_schedule, set_learning_rate
 from finetune.measure import probe
 from patches import torchao_state_dtype
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import trainer_optimizer
 from transformers.training_args import OptimizerNames
 
-from finetune.engine.preflight import packages
+from finetune.engine.preflight import config_checks
 from finetune.errors import UserError
 from tests.helpers import launch
 
@@ -30,18 +30,18 @@ def test_transformers_asks_for_the_same_packages(monkeypatch: pytest.MonkeyPatch
         transformers.Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError) as error:
         with pytest.raises(UserError) as refused:
-            packages.check_optimizer(name)
+            config_checks.check_optimizer(name)
         package = str(refused.value).split("pip install ")[1].split("`")[0]
         assert package.replace("-", "_") in str(error).replace("-", "_")  # lomo-optim, lomo_optim
     else:
-        packages.check_optimizer(name)
+        config_checks.check_optimizer(name)
 
 
 def test_a_package_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: asked.append(module) or module)
     for name in OptimizerNames:
-        packages.check_optimizer(name.value)
+        config_checks.check_optimizer(name.value)
     source = Path(transformers.utils.import_utils.__file__).read_text()
     assert len(set(asked)) == len(packages.PACKAGES)
     assert all(f'"{module}"' in source for module in asked)  # the modules that transformers looks for
