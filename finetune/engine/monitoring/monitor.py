@@ -198,10 +198,8 @@ class Monitor:
         fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[before:], strict=False)) for vector in vectors]
         gpus = gpus_by_rank([vector[before + len(FIELDS) :] for vector in vectors])
         unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
-        load, summed = (
-            self._trainer.statistics.expert_load,
-            np.sum([one[len(losses) : before] for one in vectors], axis=0),
-        )
+        load = self._trainer.statistics.expert_load
+        summed = np.sum([vector[len(losses) : before] for vector in vectors], axis=0)
         layers = [] if load is None else np.split(summed, np.cumsum(load.sizes)[:-1])
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
