@@ -12,11 +12,10 @@ from finetune.config.rules import SELECTIVE, Mode
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan, SequentialPlan
 from finetune.data.prepare import Data, prepare
-from finetune.engine import invariants, multimodal
+from finetune.engine import multimodal
 from finetune.engine.kernels import liger
 from finetune.engine.monitoring.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import bootstrap
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.machine import hardware
 from finetune.runtime.machine.hardware import Hardware
@@ -212,7 +211,11 @@ def lay_out_for(
         because, proof = tried.leak, tried.proof
     length = config.data.row_length if because is None else None
     layout, dtype = lay_out_split(config, data, "train", length), load_arguments.resolve_dtype(config, stack)
-    why = _why_torchs_kernel(config, stack)
+    why = None
+    if config.training.gradient_checkpointing == SELECTIVE:
+        why = "selective checkpointing keeps the output of torch's kernel alone"
+    elif stack.backend == "unsloth" and config.model.full_finetuning:
+        why = "Unsloth compiles the layers of full fine-tuning with torch's kernel"
     kernel = choose_attention(config.model.packed_attention, model, stack, layout, per_device, dtype, context, why)
     held_out = lay_out_eval(config, data, length if pack_eval else None)
     return Layouts(train=layout, eval=held_out, unpacked_because=because, proof=proof, attention=kernel)
@@ -241,7 +244,7 @@ def read_rows(config: Config) -> tuple[Tokenizer, Data]:
     """
     from finetune.engine.model import tokenizer_loading
 
-    tokenizer = tokenizer_loading.set_padding(tokenizer_loading.load_tokenizer(config))
+    tokenizer = tokenizer_loading.load_tokenizer(config)
     return tokenizer, prepare(config, tokenizer)
 
 
@@ -288,14 +291,6 @@ def choose_attention(
     return attention.AttentionKernel(kernel=own, reason=reason, masks=context.size == 1)
 
 
-def _why_torchs_kernel(config: Config, stack: Stack) -> str | None:
-    if config.training.gradient_checkpointing == SELECTIVE:
-        return "selective checkpointing keeps the output of torch's kernel alone"
-    if stack.backend == "unsloth" and config.model.full_finetuning:
-        return "Unsloth compiles the layers of full fine-tuning with torch's kernel"
-    return None
-
-
 def load_model(config: Config, stack: Stack, row_length: int) -> Model:
     """The model, sharded if the configuration asks for it.
 
@@ -332,22 +327,6 @@ def load_model(config: Config, stack: Stack, row_length: int) -> Model:
     quantized_storage.restore_quant_states(loaded)
     shard.base_model(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
     return loaded
-
-
-def check_ranks_agree(data: Data) -> None:
-    """Check that all ranks hold the same data and library versions.
-
-    Raises:
-        UserError: on every rank, naming the first one that differs from rank 0.
-    """
-    invariants.same_data_and_versions_on_all_ranks(
-        {
-            "the data's fingerprint": data.fingerprint,
-            "the number of training rows": len(data.train),
-            "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
-            "the versions of the libraries": bootstrap.versions(),
-        }
-    )
 
 
 def model_size(model: Model) -> ModelSize:

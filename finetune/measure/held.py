@@ -60,11 +60,7 @@ class Memory:
     limit_bytes:   of torch's allocator, available to a job; None for a CPU run, which has no limit
     """
 
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: "cuda" or "cpu".
-        """
+    def __init__(self, device: str) -> None:  # "cuda" or "cpu"
         from finetune.runtime.machine.hardware import memory_outside_torch
 
         self.outside_bytes: float | None = None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 Kept = TypeVar("Kept")
 
+# Fields of `Work` that a number of ranks does not change.
+_AS_MEASURED = (
+    *("per_device", "backward_share", "optimizer_seconds", "other_seconds", "steps", "start_up_seconds"),
+    *("gradients", "peak_memory_bytes", "memory_bytes"),
+)
 WORLD_SIZES = (1, 2, 4, 8)  # for which a dry run estimates the compute time of the slowest rank
 
 
@@ -126,19 +131,11 @@ class Measurement:
             )
         accumulation = self.global_batch_size // (data_ranks * self.per_device)
         return Work(
-            per_device=self.per_device,
             accumulation=accumulation,
             compute_seconds=self.compute_seconds[str(data_ranks)] if compute_seconds is None else compute_seconds,
-            backward_share=self.backward_share,
             data_seconds=self.data_seconds * accumulation,
-            optimizer_seconds=self.optimizer_seconds,
-            other_seconds=self.other_seconds,
             tokens=self.tokens_per_step,
-            steps=self.steps,
-            start_up_seconds=self.start_up_seconds,
-            gradients=self.gradients,
-            peak_memory_bytes=self.peak_memory_bytes,
-            memory_bytes=self.memory_bytes,
+            **{name: getattr(self, name) for name in _AS_MEASURED},
         )
 
 
@@ -239,8 +236,6 @@ def save(measurement: Measurement) -> Path:
 
 
 _OF_A_SIZE = ("training.per_device_train_batch_size", "training.global_batch_size")
-
-
 _OF_A_MODE = (*_OF_A_SIZE, "training.gradient_checkpointing", "model.tiled_mlp")
 
 
@@ -364,8 +359,8 @@ def find_comm(
 
 
 def read_comm(path: Path) -> dict[int, Curve]:
-    """The all-reduce curve of each world size in a file of `bench comm --json`: one measurement, or a list of them
-    (also under the key `runs`).
+    """The all-reduce curve of each world size in a file of `bench comm --json`: one measurement, or several under the
+    key `runs`.
 
     Raises:
         UserError: the file is not such a result.
@@ -373,20 +368,9 @@ def read_comm(path: Path) -> dict[int, Curve]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         # Of several settings at one world size the first counts: the recommended ones.
-        return {int(one["world_size"]): all_reduce_curve(one) for one in reversed(comm_runs(content))}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return {int(one["world_size"]): all_reduce_curve(one) for one in reversed(content.get("runs", [content]))}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"Not a valid result of `finetune bench comm --json`: {path} ({type(error).__name__}: {error}). "
             "Measure again, or leave out --comm."
         ) from None
-
-
-def comm_runs(content: Any) -> Sequence[JsonObject]:
-    """The measurements of single world sizes in a result of `bench comm`.
-
-    Raises:
-        KeyError, TypeError: it has none.
-    """
-    if isinstance(content, list):
-        return content
-    return content["runs"] if "runs" in content else [content]

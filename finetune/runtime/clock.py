@@ -13,11 +13,7 @@ class Clock:
     is a `perf_counter` value.
     """
 
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: "cuda" or "cpu".
-        """
+    def __init__(self, device: str) -> None:  # "cuda" or "cpu"
         self._cuda = device == "cuda"
         self._marks: list[tuple[str, Any]] = []
         self._free: list[Any] = []  # CUDA events that have been read, to record again

@@ -1,19 +1,17 @@
-"""Types of the objects that the libraries hand over, by the members that this package uses.
-
-transformers, PEFT and TRL are imported late, and Unsloth replaces their classes: a function gets a tokenizer, a model
-or a trainer by what it can do, not by its class.
+"""Types of the objects that the libraries hand over, for annotations: transformers, PEFT and TRL are imported late, and
+Unsloth replaces their classes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     import tokenizers
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or YAML, a row, or keyword arguments that a library checks."""
@@ -49,41 +47,24 @@ class RankStore(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-class Tokenizer(Protocol):
-    """`transformers.PreTrainedTokenizerBase`, or Unsloth's wrapped one."""
-
-    name_or_path: str
-    chat_template: str | None
-    padding_side: str
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-
-    SPECIAL_TOKENS_ATTRIBUTES: list[str]
-
-    @property
-    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, tokenizers.AddedToken]: ...
-    @property
-    def all_special_ids(self) -> list[int]: ...
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]: ...
-    def __len__(self) -> int: ...
-    def __call__(self, text: str | Sequence[str], **options: object) -> Mapping[str, Any]: ...
-    def get_vocab(self) -> dict[str, int]: ...
-    def encode(self, text: str, **options: object) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int] | int, **options: object) -> str: ...
-    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: object) -> list[str]: ...
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
-    def add_special_tokens(self, special_tokens_dict: Mapping[str, Any]) -> int: ...
-    def save_pretrained(self, save_directory: str | Path) -> object: ...
-
-
 if TYPE_CHECKING:
+
+    class Tokenizer(PreTrainedTokenizerBase):
+        """`transformers.PreTrainedTokenizerBase`, or Unsloth's wrapped one."""
+
+        chat_template: str | None
+        backend_tokenizer: tokenizers.Tokenizer
+        bos_token: Any
+        eos_token: Any
+        pad_token: Any
+        bos_token_id: Any
+        eos_token_id: Any
+        pad_token_id: Any
+        decode: Callable[..., str]
+        batch_decode: Callable[..., list[str]]
+        convert_ids_to_tokens: Callable[..., Any]
+        added_tokens_decoder: Any
+        special_tokens_map: Any
 
     class Model(PreTrainedModel):
         """A causal language model of transformers, a `peft.PeftModel` around one, or either sharded by FSDP2."""
@@ -97,7 +78,7 @@ if TYPE_CHECKING:
         for_inference: Any  # of Unsloth's
         for_training: Any  # of Unsloth's
 else:
-    Model = Any
+    Tokenizer = Model = Any
 
 
 class ScriptTrainer(Protocol):

@@ -20,7 +20,6 @@ from finetune.errors import UserError
 from finetune.runtime import files
 from finetune.runtime.command import print_line
 from finetune.runtime.files import remove, remove_atomically
-from finetune.runtime.files import staging as staging
 from finetune.runtime.machine import disk
 from finetune.runtime.ranks import activity, distributed
 

@@ -13,21 +13,9 @@ from finetune.runtime import files
 from finetune.runtime.types import JsonObject
 
 CANNOT_CHANGE = frozenset(
-    {
-        "model.full_finetuning",
-        "lora.r",
-        "lora.target_modules",
-        "lora.target_parameters",
-        "lora.modules_to_save",
-        "lora.bias",
-        "training.optim",
-        "training.master_weights",
-        "base weights",
-        "model config",
-    }
-)
-
-
+    "model.full_finetuning lora.r lora.target_modules lora.target_parameters lora.modules_to_save lora.bias"
+    " training.optim training.master_weights".split()
+) | {"base weights", "model config"}
 # Further SFTConfig fields that do not change the result. Any field not listed counts as changing it.
 FREE_EXTRA = frozenset(
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
@@ -36,12 +24,8 @@ FREE_EXTRA = frozenset(
     " gradient_checkpointing_kwargs save_only_model restore_callback_states_from_checkpoint"
     " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm run_name project".split()
 )
-
-
 Difference = tuple[str, object, object]  # the setting, what it was, what it is now
 LENGTH = "total steps (training.max_steps, training.num_train_epochs)"
-
-
 _MISSING = "not recorded"
 
 
@@ -52,15 +36,8 @@ def result_settings(config: Config, batch: Batch, dtype: str) -> JsonObject:
         dtype: the resolved one, for example bfloat16.
     """
     training, lora, model = config.training, config.lora, config.model
-    found: JsonObject = {
-        "model.full_finetuning": model.full_finetuning,
-        "model.dtype": dtype,
-        "model.load_in_4bit": model.load_in_4bit,
-        "model.load_in_8bit": model.load_in_8bit,
-        "model.load_in_fp8": model.load_in_fp8,
-        "model.loader": model.loader,
-        "model.loader_kwargs": model.loader_kwargs,
-    }
+    names = ("full_finetuning", "load_in_4bit", "load_in_8bit", "load_in_fp8", "loader", "loader_kwargs")
+    found: JsonObject = {f"model.{name}": getattr(model, name) for name in names} | {"model.dtype": dtype}
     if not model.full_finetuning:
         names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "adapter_kwargs")
         found |= {f"lora.{name}": getattr(lora, name) for name in names}

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.engine.preflight.hub import hub_is_off
-from finetune.engine.preflight.model_files import ADAPTER, TOKENIZER, cached_model_file, model_folder, read_object
+from finetune.engine.preflight.model_files import ADAPTER, TOKENIZER, local_file, model_folder, read_object
 from finetune.errors import UserError
 from finetune.runtime.bootstrap import http_library
 from finetune.runtime.files import read_json
@@ -46,9 +46,8 @@ def tokenizer_source(config: Config) -> tuple[str, str | None]:
 
 def local_adapter(config: Config) -> dict | None:
     """The adapter's configuration in the folder or the cache."""
-    folder = Path(str(config.model.model_name_or_path))
-    file = folder / ADAPTER if folder.is_dir() else cached_model_file(config, ADAPTER)
-    return read_object(file) if file and file.is_file() else None
+    file = local_file(config, ADAPTER)
+    return read_object(file) if file else None
 
 
 def _hub_adapter(config: Config) -> dict | None:

@@ -85,6 +85,13 @@ def cached_model_file(config: Config, file: str) -> Path | None:
     return cached_file(str(config.model.model_name_or_path), file, config.model.revision)
 
 
+def local_file(config: Config, name: str) -> Path | None:
+    """A file in the model's folder, or in the Hub's cache; None if it is not on this machine."""
+    folder = Path(str(config.model.model_name_or_path))
+    file = folder / name if folder.is_dir() else cached_model_file(config, name)
+    return file if file and file.is_file() else None
+
+
 def cached_file(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.engine.preflight.model_files import cached_model_file
+from finetune.engine.preflight.model_files import local_file
 from finetune.errors import UserError
 from finetune.runtime.files import read_json, read_text
 
@@ -17,24 +17,18 @@ def check_code(config: Config) -> None:
     """A model without a class in transformers that ships Python code needs permission to run it."""
     if config.model.trust_remote_code:
         return
-    content = _json(config, "config.json")
+    try:
+        file = local_file(config, "config.json")
+        content = read_json(file) if file else {}
+    except (OSError, ValueError):  # loading reports the error better
+        return
+    content = content if isinstance(content, dict) else {}
     code = content.get("auto_map")
     kind = str(content.get("model_type", ""))
     package = importlib.util.find_spec("transformers")
     models = Path(package.origin or "").parent / "models" if package else None
     if isinstance(code, dict) and code and models and not (kind and (models / kind.replace("-", "_")).is_dir()):
         raise _needs_code(str(config.model.model_name_or_path), "config.json", code)
-
-
-def _json(config: Config, name: str) -> dict:
-    """One of the model's JSON files as an object, empty if it does not exist here."""
-    folder = Path(str(config.model.model_name_or_path))
-    file = folder / name if folder.is_dir() else cached_model_file(config, name)
-    try:
-        content = read_json(file) if file and file.is_file() else {}
-    except (OSError, ValueError):  # loading reports the error better
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _needs_code(name: str, file: str, code: object) -> UserError:

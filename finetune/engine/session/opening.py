@@ -12,6 +12,7 @@ from finetune.config import Batch, Config, data_ranks
 from finetune.config.data_sources import evaluation_sources, training_sources
 from finetune.config.rules import needs_transformers
 from finetune.data import sources
+from finetune.engine import invariants
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import config_checks
 from finetune.engine.record import RunRecord
@@ -101,7 +102,14 @@ def open_session(
     start_up.ended("data")
     timeout, shared = config.training.ddp_timeout, config.training.context_parallel
     process_group.start(cpu=stack.device == "cpu", timeout_seconds=timeout, on_failure=on_failure)
-    job.check_ranks_agree(data)
+    invariants.same_data_and_versions_on_all_ranks(
+        {
+            "the data's fingerprint": data.fingerprint,
+            "the number of training rows": len(data.train),
+            "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
+            "the versions of the libraries": bootstrap.versions(),
+        }
+    )
     if stand_in and shared > 1:
         context: ContextGroup = StandIn(size=shared)
     else:

@@ -22,6 +22,11 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject
 
+# Settings that SFTConfig has by the same name.
+_SAME = (
+    *("output_dir", "per_device_eval_batch_size", "num_train_epochs", "max_steps", "learning_rate", "optim", "seed"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "ddp_timeout"),
+)
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
 
@@ -57,18 +62,8 @@ def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate
     training = config.training
     dtype = resolve_dtype(config, stack)
     tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
-    settings: JsonObject = dict(
-        output_dir=training.output_dir,
-        per_device_eval_batch_size=training.per_device_eval_batch_size,
-        num_train_epochs=training.num_train_epochs,
-        max_steps=training.max_steps,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_steps,
-        weight_decay=training.weight_decay,
-        optim=training.optim,
-        max_grad_norm=training.max_grad_norm,
-        seed=training.seed,
+    settings: JsonObject = {name: getattr(training, name) for name in _SAME}
+    settings |= dict(
         bf16=dtype == torch.bfloat16 and (stack.device == "cuda" or training.master_weights == master_weights.FLOAT32),
         fp16=stack.device == "cuda" and dtype == torch.float16,
         use_cpu=stack.device == "cpu",
@@ -77,7 +72,6 @@ def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate
         eval_strategy="steps" if evaluate and training.eval_steps else "no",
         eval_steps=training.eval_steps or None,
         logging_steps=config.logging.logging_steps,
-        ddp_timeout=training.ddp_timeout,
     )
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 class ExchangeTimer:
     """Times the exchanges of this rank while it is `on`: on a GPU with CUDA events, without a host-device sync."""
 
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: "cuda" or "cpu".
-        """
+    def __init__(self, device: str) -> None:  # "cuda" or "cpu"
         self.on = False
         self._clock = Clock(device)
 
