@@ -127,13 +127,11 @@ class Rows:
     """What of a job's rows decides memory and speed.
 
     most:            tokens of the largest micro-batch, padding included
-    longest:         tokens of the longest row
     tokens, squares: of all rows: tokens, and the sum of squared document lengths
     shared_by:       ranks that share each row (context parallelism)
     """
 
     most: int
-    longest: int
     tokens: int
     squares: int
     shared_by: int = 1
@@ -193,5 +191,4 @@ def _entry(one: Measured, rows: Rows, limit_bytes: float) -> JsonObject:
         "fits": one.fits(rows.most, limit_bytes),
         "tokens_per_second": one.points[0].tokens / one.points[0].seconds,
         "predicted_tokens_per_second": one.tokens_per_second(rows.tokens, rows.squares),
-        "predicted_tokens_per_second_longest": one.tokens_per_second(rows.longest, rows.longest**2),
     }

@@ -105,8 +105,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
         "master_weights": asdict(trial.job.master_weights),
         "memory": memory_report(trial, measured),
         "step": seconds_by_phase(measured),
-        "micro_batches": micro_batch_times(trial),
-        "projection": projection(measured, world),
+        "projection": projection(measured),
         "micro_batch_search": sizes,
         "longest_rows": modes.to_dict(),
         "measurement": measured.to_dict(),
@@ -173,16 +172,7 @@ def seconds_by_phase(measured: Measurement) -> dict[str, float]:
     }
 
 
-def micro_batch_times(trial: Trial) -> list[dict[str, float]]:
-    """Each measured micro-batch: tokens including padding, seconds of the forward and the backward pass."""
-    return [
-        {"tokens": size, "forward": forward, "backward": backward}
-        for sizes, step in zip(trial.tokens.tolist(), trial.steps, strict=False)
-        for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
-    ]
-
-
-def projection(measured: Measurement, world: int) -> JsonObject:
+def projection(measured: Measurement) -> JsonObject:
     """The predicted run on one device, or on the fewest that share rows, without their communication, and the number of
     devices in the launch line."""
     work, ranks = measured.work(measured.shared_by), measured.shared_by
@@ -194,7 +184,6 @@ def projection(measured: Measurement, world: int) -> JsonObject:
         "tokens_per_second": one.tokens_per_second,
         "start_up_seconds": measured.start_up_seconds,
         "hours_on_one_device": one.hours,
-        "devices_of_the_launch_line": world,
     }
 
 

@@ -177,7 +177,6 @@ def rows(job: Job) -> Rows:
     longest = probe.longest_rows(job.layout, job.batch.per_device)
     return Rows(
         most=int(job.layout.micro_batch_tokens(longest, job.context.size)),
-        longest=int(job.layout.tokens.max()),
         tokens=int(job.layout.tokens.sum()),
         squares=int(job.layout.squared_lengths.sum()),
         shared_by=job.config.training.context_parallel,

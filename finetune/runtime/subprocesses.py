@@ -45,8 +45,8 @@ def start(
     """
     parent = os.getpid()
     follow = functools.partial(launcher.signal_at_end_of, parent) if sys.platform == "linux" else None
-    env = launcher.child_environment(env)
-    return subprocess.Popen(command, env=env, text=True, errors=errors, preexec_fn=follow, **streams)
+    own = {**(os.environ if env is None else env), launcher.PARENT: str(parent)}
+    return subprocess.Popen(command, env=own, text=True, errors=errors, preexec_fn=follow, **streams)
 
 
 def first_error(output: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from finetune.config import Config
@@ -48,14 +49,9 @@ def finished_record(config: Config, start: StartPoint, plan_digest: str, total: 
 
 def done_record(output_dir: Path) -> JsonObject | None:
     """The run.json of a run that ended as planned and whose final model exists, as rank 0 reads it."""
-    return distributed.gather_objects(_read_done_record(output_dir))[0]
-
-
-def _read_done_record(output_dir: Path) -> JsonObject | None:
-    if not any((output_dir / name).is_file() for name in output_folder.FINAL_WEIGHTS):
-        return None
-    try:
-        content = files.read_json(output_dir / record.FILE_NAME)
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and content.get("status") == "done" else None
+    content = None
+    if any((output_dir / name).is_file() for name in output_folder.FINAL_WEIGHTS):
+        with contextlib.suppress(OSError, ValueError):
+            content = files.read_json(output_dir / record.FILE_NAME)
+    done = isinstance(content, dict) and content.get("status") == "done"
+    return distributed.gather_objects(content if done else None)[0]

@@ -18,7 +18,7 @@ from finetune.engine.kernels import attention
 from finetune.engine.sharding import shard
 from finetune.errors import UserError
 from finetune.runtime.ranks.context_group import ContextGroup
-from finetune.runtime.types import JsonObject, Model
+from finetune.runtime.types import Model
 
 NAME = "finetune_context_parallel"  # among transformers' attention functions
 
@@ -155,22 +155,19 @@ def context_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **further: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """`attention.packed_attention` over a row whose tokens the ranks of a group share; SDPA for other rows.
 
     Args:
         query, key, value: [1, heads, tokens of this rank, head_dim].
-        further: with `cu_seq_lens_q`, int32 [documents + 1], where each document of the whole row begins.
+        given: what that takes by name; with `cu_seq_lens_q`, int32 [documents + 1], where each document of the whole
+            row begins.
 
     Returns:
         [1, tokens of this rank, heads, head_dim], and no weights.
     """
-    given: JsonObject = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **further}
-    if further.get("cu_seq_lens_q") is None:
+    if given.get("cu_seq_lens_q") is None:
         return attention.packed_attention(module, query, key, value, attention_mask, **given)
     if (found := attention.found_in_call(attention_mask, given)) is not None:
         raise UserError(
@@ -185,18 +182,11 @@ def context_attention(
 
 
 def document_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **further: Any,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **given: Any
 ) -> tuple[torch.Tensor, None]:
     """`attention.packed_attention` on a CPU, which has no kernel for it: SDPA, one document after another."""
-    bounds = further["cu_seq_lens_q"].tolist()
+    bounds, scaling, sliding_window = (given.get(name) for name in ("cu_seq_lens_q", "scaling", "sliding_window"))
+    bounds = bounds.tolist()
     outputs = []
     for first, end in zip(bounds, bounds[1:], strict=False):
         one = [tensor[:, :, first:end] for tensor in (query, key, value)]

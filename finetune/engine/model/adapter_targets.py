@@ -78,7 +78,14 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
         return
     stacked = expert_targets.stacked_weights(model)
     if isinstance(targets, str):
-        matched = {targets: [modules[name] for name in names if _matches_regex(targets, name)]}
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise UserError(
+                f"lora.target_modules is not a valid regular expression: `{targets}` ({error}). Give a list of module "
+                "names, a regular expression that matches full names, or all-linear."
+            ) from None
+        matched = {targets: [module for name, module in modules.items() if pattern.fullmatch(name)]}
         experts = any(expert_targets.names_stacked(path, targets) for path in stacked)
         if not matched[targets] and not experts and (listed := _as_list(targets, names)):
             raise UserError(
@@ -150,16 +157,6 @@ def _as_list(targets: str, names: list[str]) -> str:
     """The names of modules that a string lists, such as `q_proj, v_proj`; "" if it lists anything else."""
     parts = [part for part in re.split(r"[\s,;]+", targets) if part]
     return ", ".join(parts) if all(any(map(expert_targets.matches([part]), names)) for part in parts) else ""
-
-
-def _matches_regex(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise UserError(
-            f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "
-            "names, a regular expression that matches full names, or all-linear."
-        ) from None
 
 
 def _missing_message(key: str, targets: list[str], names: list[str], what: str = "module of the model") -> str:

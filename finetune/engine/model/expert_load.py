@@ -41,14 +41,11 @@ def _(chosen: torch.Tensor, number: int, layer: int) -> torch.Tensor:
     return torch.empty_like(chosen)
 
 
-def _is_choice(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2
-
-
 def _hook(number: int, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Forward hook of a layer's experts, before they compute: their first argument of whole numbers is the choice."""
     given = dict(enumerate(args)) | kwargs
-    name = next((name for name, value in given.items() if _is_choice(value)), None)
+    tensors = [(name, one) for name, one in given.items() if isinstance(one, torch.Tensor) and one.dim() == 2]
+    name = next((name for name, one in tensors if one.dtype in (torch.int64, torch.int32)), None)
     if name is None:
         return None
     if not torch.compiler.is_compiling():

@@ -32,7 +32,13 @@ def check(config: Config, stack: Stack) -> bool:
     if (folder := adapter_files.base_folder(config)) is not None:
         generation_config.check(folder)
     if bits := quantization_bits(config):
-        _check_bitsandbytes(bits)
+        try:
+            import bitsandbytes  # noqa: F401
+        except Exception as error:  # importing it loads CUDA libraries, which fails in many ways
+            raise UserError(
+                f"model.load_in_{bits}bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: "
+                f"{error}). Install it with `pip install bitsandbytes`, or set model.load_in_{bits}bit to false."
+            ) from None
     if config.model.attn_implementation == "flex_attention" and stack.device == "cpu":
         raise UserError(
             "model.attn_implementation is flex_attention, which cannot train on a CPU: torch has no backward pass for"
@@ -91,13 +97,3 @@ def _check_arguments(config: Config, stack: Stack) -> None:
                 f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not accept, and the backend is "
                 f"transformers ({stack.reason}). Remove it, or run on a machine that Unsloth supports."
             )
-
-
-def _check_bitsandbytes(bits: int) -> None:
-    try:
-        import bitsandbytes  # noqa: F401
-    except Exception as error:  # importing it loads CUDA libraries, which fails in many ways
-        raise UserError(
-            f"model.load_in_{bits}bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: "
-            f"{error}). Install it with `pip install bitsandbytes`, or set model.load_in_{bits}bit to false."
-        ) from None

@@ -54,7 +54,13 @@ def require_all(*, full: bool | None = None) -> Iterator[None]:
     @functools.wraps(by_peft)
     def load_adapter(model: Any, folder: Any, *args: Any, **arguments: Any) -> Any:
         report = by_peft(model, folder, *args, **arguments)
-        _check_adapter(folder, report)
+        missing, unexpected = report.missing_keys, report.unexpected_keys
+        for names, why in ((missing, "it has no tensors for"), (unexpected, "nothing of it takes")):
+            if names:
+                raise UserError(
+                    f"PEFT does not load the adapter in {folder} as it was saved: {why} {listed(sorted(names), 1)}. "
+                    "Copy the folder again; if it is whole, PEFT does not support this model."
+                )
         return report
 
     PreTrainedModel.from_pretrained, PeftModel.load_adapter = classmethod(from_pretrained), load_adapter  # type: ignore[method-assign, assignment]
@@ -134,12 +140,3 @@ def _same_but_for_prefix(name: str, other: str) -> bool:
     few, many = sorted((name.split("."), other.split(".")), key=len)
     rest = iter(many)
     return len(few) < len(many) and few[-1] == many[-1] and all(part in rest for part in few)
-
-
-def _check_adapter(folder: object, report: Any) -> None:
-    for names, why in ((report.missing_keys, "it has no tensors for"), (report.unexpected_keys, "nothing of it takes")):
-        if names:
-            raise UserError(
-                f"PEFT does not load the adapter in {folder} as it was saved: {why} {listed(sorted(names), 1)}. Copy "
-                "the folder again; if it is whole, PEFT does not support this model."
-            )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
-from finetune.data.templates.chat_templates import load_template
 from finetune.engine.model.load_errors import explain_load_error
 from finetune.engine.preflight import adapter_files
 from finetune.errors import UserError
@@ -40,13 +39,6 @@ def set_padding(tokenizer: Any) -> Any:
         special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         tokenizer.pad_token = tokenizer.eos_token or next(special, None)
     tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def set_chat_template(config: Config, tokenizer: Tokenizer) -> Tokenizer:
-    """Give the tokenizer the chat template of the configuration, so that it is saved with the model; and return it."""
-    if config.model.chat_template not in (None, "none"):
-        tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
     return tokenizer
 
 

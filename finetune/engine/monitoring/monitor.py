@@ -368,7 +368,7 @@ def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, JsonObject]:
                 continue
             one = {name: None if math.isnan(value) else value for name, value in one.items()}
             one["samples"] = int(one["samples"])
-            one["reasons"] = nvml.reason_names(int(one["reasons"]))
+            one["reasons"] = [name for bit, name in nvml.THROTTLE_REASONS.items() if int(one["reasons"]) & bit]
             found[sender + local] = one
     return found
 

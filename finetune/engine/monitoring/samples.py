@@ -232,10 +232,6 @@ def table(before: SampleResult, after: SampleResult, count: int = 3) -> Table:
     for column in ("prompt", "right answer", "before training", "after training"):
         shown.add_column(column, overflow="fold")
     for (prompt, early, right), (_, late, _) in list(zip(before.shown, after.shown, strict=True))[:count]:
-        shown.add_row(*(Text(_shorten(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
+        texts = map(printable, (prompt, right, early, late))
+        shown.add_row(*(Text(one if len(one) < 400 else one[:400] + " ...") for one in texts))  # Text: no markup
     return shown
-
-
-def _shorten(text: str) -> str:
-    shown = printable(text)
-    return shown if len(shown) < 400 else shown[:400] + " ..."

@@ -12,6 +12,7 @@ from finetune.config import Batch, Config, data_ranks
 from finetune.config.data_sources import evaluation_sources, training_sources
 from finetune.config.rules import needs_transformers
 from finetune.data import sources
+from finetune.data.templates.chat_templates import load_template
 from finetune.engine import invariants
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import config_checks
@@ -97,8 +98,8 @@ def open_session(
     load_checks.check_on_meta_model(config, stack)
     with activity.during("preparing data"):
         tokenizer, data = job.read_rows(config)
-    # The rows are rendered; from here on it is what is saved.
-    tokenizer = tokenizer_loading.set_chat_template(config, tokenizer)
+    if config.model.chat_template not in (None, "none"):  # so that it is saved with the model; the rows are rendered
+        tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
     start_up.ended("data")
     timeout, shared = config.training.ddp_timeout, config.training.context_parallel
     process_group.start(cpu=stack.device == "cpu", timeout_seconds=timeout, on_failure=on_failure)

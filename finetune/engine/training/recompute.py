@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch.utils import checkpoint
 
@@ -33,8 +33,6 @@ from finetune.runtime.types import Model
 
 # The values of training.gradient_checkpointing; `auto` becomes one of them.
 KINDS = ("unsloth", "offload", "selective", True, False)
-
-Checkpoint = Callable[..., Any]  # (function, *inputs) -> what the function returns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +124,13 @@ def apply(model: Model, recomputation: Recomputation, stack: Stack) -> None:
     elif any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         base._set_gradient_checkpointing(False)
     # Reentrant checkpointing yields no gradients for a layer whose input requires none.
-    _require_input_gradients(model, bool(kind) and hasattr(model, "peft_config"))
+    wanted, owner = bool(kind) and hasattr(model, "peft_config"), cast(Any, model)
+    if wanted != getattr(model, "inputs_require_gradients", False):
+        (owner.enable_input_require_grads if wanted else owner.disable_input_require_grads)()
+        owner.inputs_require_gradients = wanted
 
 
-def _function(kind: str | bool, options: dict[str, Any]) -> Checkpoint:
+def _function(kind: str | bool, options: dict[str, Any]) -> Callable[..., Any]:
     """What a layer calls with its forward method and its inputs."""
     if kind == SELECTIVE:
         keep_attention = functools.partial(checkpoint.create_selective_checkpoint_contexts, _keep_attention)
@@ -150,13 +151,6 @@ def _keep_attention(context: Any, operator: Any, *inputs: Any, **options: Any) -
     given = dict(zip(names, inputs, strict=False)) | options
     kept = operator.name().startswith(_ATTENTION) and not given.get("dropout_p")
     return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _require_input_gradients(model: Any, wanted: bool) -> None:
-    """Let the output of the embeddings require gradients, or not."""
-    if wanted != getattr(model, "inputs_require_gradients", False):
-        (model.enable_input_require_grads if wanted else model.disable_input_require_grads)()
-        model.inputs_require_gradients = wanted
 
 
 def _set_unsloth(model: Any, kind: str | bool, options: dict[str, Any], on_gpu: bool) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from types import ModuleType
 from typing import Any
@@ -114,20 +114,12 @@ THROTTLE_REASONS = {
     0x40: "thermal limit (hardware)",
     0x80: "power brake (hardware)",
 }
+# `other_processes`: that compute on it, in addition to this project's rank.
 _MEANS = ("utilization", "sm_clock_mhz", "power_w", "temperature_c", "other_processes")
 FIELDS = (*_MEANS, "throttled", "samples", "reasons")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One look at one GPU. What NVML does not know is NaN."""
-
-    utilization: float  # 0 to 1
-    sm_clock_mhz: float
-    power_w: float
-    temperature_c: float
-    other_processes: float  # that compute on it, in addition to this project's rank
-    reasons: int  # bits of THROTTLE_REASONS
+Sample = dict[str, float]  # one look at one GPU, by FIELDS but for `throttled` and `samples`; NaN for what is not known
 
 
 class GpuSampler:
@@ -176,16 +168,10 @@ def summary(samples: Sequence[Sample]) -> list[float]:
     """
     if not samples:
         return []
-    columns = [fmean(asdict(one)[name] for one in samples) for name in _MEANS]
-    reasons = 0
-    for one in samples:
-        reasons |= one.reasons
-    return [*columns, fmean(bool(one.reasons & ~POWER_CAP) for one in samples), len(samples), reasons]
-
-
-def reason_names(bits: int) -> list[str]:
-    """Names of throttle reasons."""
-    return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
+    columns = [fmean(one[name] for one in samples) for name in _MEANS]
+    reasons = [int(one["reasons"]) for one in samples]
+    throttled = fmean(bool(one & ~POWER_CAP) for one in reasons)
+    return [*columns, throttled, len(samples), functools.reduce(operator.or_, reasons)]
 
 
 def start_sampling(gpus: int) -> GpuSampler | None:
@@ -209,13 +195,10 @@ def _sample(nvml: ModuleType, gpu: object) -> Sample:
         except nvml.NVMLError:
             return math.nan
 
-    utilization = STATE["utilization"](nvml, gpu)
     reasons = ask(lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-    return Sample(
-        utilization=utilization,
-        sm_clock_mhz=ask(STATE["sm_clock_mhz"]),
-        power_w=ask(STATE["power_w"]),
-        temperature_c=ask(STATE["temperature_c"]),
-        other_processes=ask(lambda nvml, gpu: max(len(_processes(nvml, gpu)) - 1, 0)),
-        reasons=0 if math.isnan(reasons) else int(reasons) & sum(THROTTLE_REASONS),
-    )
+    return {
+        "utilization": STATE["utilization"](nvml, gpu),  # which every GPU knows that can be sampled
+        **{name: ask(query) for name, query in STATE.items() if name != "utilization"},
+        "other_processes": ask(lambda nvml, gpu: max(len(_processes(nvml, gpu)) - 1, 0)),
+        "reasons": 0 if math.isnan(reasons) else int(reasons) & sum(THROTTLE_REASONS),
+    }

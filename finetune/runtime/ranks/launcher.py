@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from finetune.runtime import files
@@ -96,11 +95,6 @@ def signal_at_end_of(parent: int) -> None:
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`env` (by default this process's), extended so that the child ends with this process."""
-    return {**(os.environ if env is None else env), PARENT: str(os.getpid())}
 
 
 # --- restarts: `--max-restarts` of torchrun and accelerate -----------------------------------------------------------

@@ -83,8 +83,11 @@ class PendingCollectives:
     def oldest(self) -> tuple[str, float] | None:
         """(name, seconds since it was first seen) of the one that has been pending longest, or None."""
         now = time.monotonic()
-        active = [entry for entry in recorded_collectives() if _is_pending(entry)]
-        pending = {(_name(entry), entry["record_id"]): now for entry in active}
+        active = [one for one in recorded_collectives() if not one["retired"] and one["state"] != "completed"]
+        ours = [
+            one for one in active if one["process_group"][1].startswith(("default_pg", SHARED_ROWS))
+        ]  # not the host's
+        pending = {(_name(one), one["record_id"]): now for one in ours}
         self._seen = {key: self._seen.get(key, first) for key, first in pending.items()}
         if not self._seen:
             return None
@@ -93,11 +96,6 @@ class PendingCollectives:
 
 
 SHARED_ROWS = "context_parallel"  # begins the description of a process group whose ranks share rows
-
-
-def _is_pending(entry: JsonObject) -> bool:
-    of_training = entry["process_group"][1].startswith(("default_pg", SHARED_ROWS))  # the other group is the host's
-    return of_training and not entry["retired"] and entry["state"] != "completed"
 
 
 def _name(entry: JsonObject) -> str:

@@ -31,7 +31,7 @@ THREE = [measured(PLAIN, 4.0, 1000), measured(FULL, 0.5, 800), measured(FRUGAL, 
 
 
 def rows(longest: int, most: int = 0) -> Rows:
-    return Rows(most=most or longest, longest=longest, tokens=longest, squares=longest**2)
+    return Rows(most=most or longest, tokens=longest, squares=longest**2)
 
 
 def test_two_lengths_give_the_line_and_the_longest_row() -> None:

@@ -233,14 +233,8 @@ def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -
         found = next(looks)
         if found is None:
             raise RuntimeError("the GPU is lost")
-        return nvml.Sample(
-            utilization=found[0],
-            sm_clock_mhz=1000.0,
-            power_w=math.nan,
-            temperature_c=50.0,
-            other_processes=0.0,
-            reasons=found[1],
-        )
+        known = {"sm_clock_mhz": 1000.0, "power_w": math.nan, "temperature_c": 50.0, "other_processes": 0.0}
+        return known | {"utilization": found[0], "reasons": found[1]}
 
     sampler = nvml.GpuSampler(["gpu"], read)
     sampler.close()
