@@ -83,11 +83,10 @@ class PendingCollectives:
     def oldest(self) -> tuple[str, float] | None:
         """(name, seconds since it was first seen) of the one that has been pending longest, or None."""
         now = time.monotonic()
-        active = [one for one in recorded_collectives() if not one["retired"] and one["state"] != "completed"]
-        ours = [
-            one for one in active if one["process_group"][1].startswith(("default_pg", SHARED_ROWS))
-        ]  # not the host's
-        pending = {(_name(one), one["record_id"]): now for one in ours}
+        groups = ("default_pg", SHARED_ROWS)  # the other group is the host's
+        of_training = [one for one in recorded_collectives() if one["process_group"][1].startswith(groups)]
+        active = [one for one in of_training if not one["retired"] and one["state"] != "completed"]
+        pending = {(_name(one), one["record_id"]): now for one in active}
         self._seen = {key: self._seen.get(key, first) for key, first in pending.items()}
         if not self._seen:
             return None

@@ -133,14 +133,6 @@ def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None
     assert files.checksum(large) == xxhash.xxh3_128_hexdigest(large.read_bytes())
 
 
-def test_a_manifest_of_148928f_has_sizes_alone(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, 8)
-    (folder / checkpoints.MANIFEST).write_text('{"step": 8, "plan": "p", "files": {"weights.bin": 100}}')
-    assert checkpoints.find(tmp_path, True).step == 8
-    (folder / "weights.bin").write_bytes(b"x")
-    assert checkpoints.find(tmp_path, True).path is None
-
-
 def test_a_checkpoint_of_another_name_says_its_step_itself(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 9).rename(tmp_path / "my best one")
     found = checkpoints.find(tmp_path, str(tmp_path / "my best one"))

@@ -42,7 +42,7 @@ def test_output_folder_of_another_run(tmp_path: Path) -> None:
     output_folder.check_output(tmp_path, resuming=True, overwrite=False)
     output_folder.check_output(tmp_path, resuming=False, overwrite=True)
     (tmp_path / "mine.txt").write_text("")
-    output_folder.clear(tmp_path)
+    output_folder.prepare_output(tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
