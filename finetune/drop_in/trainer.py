@@ -169,7 +169,7 @@ class SFTTrainer(JobTrainer):
             liger.install(self.model)
         experts.freeze_biases_of_choice(self.model)
         multimodal.prepare(self.model)
-        fused_lora.install(self.model)
+        fused_lora.install(self.model, roomy=not shard.is_requested(job.config))
         grouped_experts.install(self.model)
         weights = settings.weights_as_loaded(self.model)
         config = self._configuration(self.model, job.stack, job.batch)

@@ -81,7 +81,7 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
         if config.model.full_finetuning:
             experts.freeze_biases_of_choice(model)
         else:
-            fused_lora.install(model)
+            fused_lora.install(model, roomy=not shard.is_requested(config))
             grouped_experts.install(model)
     bits = quantization_bits(config)
     if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):

@@ -11,6 +11,7 @@ import transformers  # noqa: F401
 
 from finetune.config import load
 from finetune.engine.model import loading
+from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import Stack
 from tests.helpers import tiny
 
@@ -29,3 +30,15 @@ def test_hidden_states_of_a_quantized_model(tmp_path: Path, dtype: str) -> None:
         loaded(input_ids=torch.arange(8)[None])
     assert seen == [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
     assert {one.dtype for one in loaded.parameters() if one.requires_grad} == {torch.float32}
+
+
+def test_weights_that_will_be_sharded_have_no_room_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 refuses weights whose rows are apart, and on each rank they would take the memory of the whole model."""
+    model = tiny.make_model(tmp_path / "model")
+    words = ["--model.model_name_or_path", str(model), "--model.backend", "transformers", "--data.train_file", "x"]
+    config = load([*words, "--model.dtype", "bfloat16"], command="train")
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    for sharded in (False, True):
+        monkeypatch.setattr(shard, "is_requested", lambda config, sharded=sharded: sharded)
+        loaded: Any = loading.load(config, stack, row_length=64)
+        assert all(one.is_contiguous() for one in loaded.parameters()) == sharded
