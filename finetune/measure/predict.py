@@ -166,7 +166,6 @@ class Prediction:
     world_size: int
     step_seconds: float
     exposed_seconds: float  # communication not hidden by the backward pass, per step
-    communication_seconds: float  # all communication, per step
     tokens_per_second: float  # of all ranks together
     peak_memory_bytes: float  # per rank
     steps: float
@@ -208,14 +207,13 @@ def predict(work: Work, world_size: int, curve: Curve | None) -> Prediction:
         ValueError: several ranks without a curve.
     """
     gradients = work.gradients
-    exposed = communication = memory = 0.0
+    exposed = memory = 0.0
     if world_size > 1:
         if curve is None:
             raise ValueError(f"{world_size} ranks need an all-reduce curve of that world size")
         filled = buckets(gradients.sizes, gradients.cap, gradients.first)
         backward = work.compute_seconds * work.backward_share / work.accumulation  # of the micro-batch that reduces
         exposed = exposed_seconds(filled, backward, curve)
-        communication = sum(curve.seconds(size) for size in filled)
         if not (gradients.as_bucket_view and gradients.in_peak):
             memory = float(sum(gradients.sizes))
     step = work.compute_seconds + work.data_seconds + exposed + work.optimizer_seconds + work.other_seconds
@@ -223,7 +221,6 @@ def predict(work: Work, world_size: int, curve: Curve | None) -> Prediction:
         world_size=world_size,
         step_seconds=step,
         exposed_seconds=exposed,
-        communication_seconds=communication,
         tokens_per_second=work.tokens / step if step > 0 else 0.0,
         peak_memory_bytes=work.peak_memory_bytes + memory,
         steps=work.steps,

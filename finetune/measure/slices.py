@@ -220,16 +220,13 @@ def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) ->
         work: one rank's share of the computation.
         curve: of an all-reduce at that world size; None predicts the step without communication.
     """
-    exposed = communication = 0.0
-    if curve is not None and world_size > 1:
-        exposed, communication = communication_seconds(found, work, curve)
+    exposed = 0.0 if curve is None or world_size == 1 else exposed_seconds(found, work, curve)
     optimizer = work.optimizer_seconds / world_size  # each rank updates its part
     step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
     return Prediction(
         world_size=world_size,
         step_seconds=step,
         exposed_seconds=exposed,
-        communication_seconds=communication,
         tokens_per_second=work.tokens / step if step > 0 else 0.0,
         peak_memory_bytes=found.peak_bytes(world_size),
         steps=work.steps,
@@ -237,8 +234,8 @@ def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) ->
     )
 
 
-def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[float, float]:
-    """Exposed and total seconds of communication of a step.
+def exposed_seconds(found: Sharded, work: Work, curve: Curve) -> float:
+    """Seconds of a step in which a rank only communicates.
 
     The first all-gather of a pass and the last reduce-scatter have nothing to hide behind; the others take longer than
     a layer's computation, or cost nothing. What is outside the layers is gathered once per micro-batch and stays.
@@ -254,15 +251,14 @@ def communication_seconds(found: Sharded, work: Work, curve: Curve) -> tuple[flo
     reduce_outside = half(sizes.outside * GRADIENT_BYTES) if stored.full else 0.0
     micro = work.compute_seconds / work.accumulation / layers  # of a layer, forward and backward
     forward, backward = micro * (1 - work.backward_share), micro * work.backward_share
-    exposed = total = 0.0
+    exposed = 0.0
     for place in range(work.accumulation):
         reduces = not found.reduces_once or place == work.accumulation - 1
         back = gather + (reduce if reduces else 0.0)
         last = (reduce + reduce_outside) if reduces else 0.0
         exposed += outside + gather + (layers - 1) * max(gather - forward, 0.0)
         exposed += gather + (layers - 1) * max(back - backward, 0.0) + last
-        total += outside + layers * (gather + back) + (reduce_outside if reduces else 0.0)
-    return exposed, total
+    return exposed
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from finetune.engine.checkpoint import finished_runs, restart
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, disk_checks, opening, out_of_memory, report
 from finetune.errors import RunError
-from finetune.run import evaluation, final_model, recording
+from finetune.run import final_model, recording
 from finetune.runtime import runlock, startup
 from finetune.runtime.command import console, print_line
 from finetune.runtime.ranks import distributed, interrupt
@@ -73,8 +73,15 @@ class Door(abc.ABC):
     def evaluate(
         self, job: Job, built: BuiltTrainer, questions: list[Question], *, trained: bool
     ) -> tuple[JsonObject, SampleResult | None]:
-        """Scores of the model before or after training, for run.json, and its answers to `questions`."""
-        return evaluation.evaluate(job, built, questions)
+        """Loss and scores of the model before or after training, for run.json, and its answers to `questions`."""
+        loss = built.trainer.evaluate()["eval_loss"] if job.data.eval else None
+        if not questions:
+            return {"eval_loss": loss, "exact_match": None}, None
+        result = answer_and_score(job, questions)
+        built.logger.log_scores(result, built.trainer.state)
+        scores = dict(result.scores)
+        found = {"eval_loss": loss, "exact_match": scores.pop("exact_match"), "broken_answers": result.broken}
+        return found | ({"metric": scores} if scores else {}), result
 
     def save(self, trainer: Any, output_dir: Path) -> dict[str, str] | None:
         """Save the final model. Returns the checksum of each file by name, on rank 0; None if that is left to the
@@ -85,6 +92,16 @@ class Door(abc.ABC):
     @abc.abstractmethod
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         """The last thing that is done under the lock, after training if it has `ended`."""
+
+
+def answer_and_score(job: Job, questions: list[Question]) -> SampleResult:
+    """The current model's answers to held-out prompts, with their scores. Every rank calls it."""
+    from finetune.engine.monitoring import samples
+
+    metric = next(
+        (samples.Metric(name=name, function=one) for key, name, one in job.user_code if "metric" in key), None
+    )
+    return samples.answer_and_score(job.model, job.tokenizer, questions, metric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +163,7 @@ class _Run:
         pages = Dashboard(
             texts={"1 data": tensorboard_pages.data_page(job.data.ledgers, layout_facts(job), include_rows=rows)},
             divergence=review.divergence if job.config.training.stop_on_divergence else None,
-            samples=(lambda: evaluation.answer_and_score(job, questions)) if questions else None,
+            samples=(lambda: answer_and_score(job, questions)) if questions else None,
             include_rows=rows,
         )
         explained = out_of_memory.explain_out_of_memory(lambda: self.job, longest_row.known_remedy)

@@ -66,7 +66,6 @@ def host(*gpus: Gpu, **kw: Any) -> Hardware:
         count=len(gpus),
         memory_gib=gpus[0].memory_gib if gpus else None,
         peak_bf16_tflops=None,
-        peak_reason="",
         cpu_cores=kw.pop("cpu_cores", 2),
         ram_gib=8.0,
         gpus=gpus,

@@ -18,5 +18,5 @@ def machine(monkeypatch: pytest.MonkeyPatch, count: int, link: str, **how: Any) 
 
 
 def on_cpu() -> dict[str, Any]:
-    bare = {"device": "cpu", "name": "x", "count": 0, "memory_gib": None, "peak_bf16_tflops": None, "peak_reason": ""}
+    bare = {"device": "cpu", "name": "x", "count": 0, "memory_gib": None, "peak_bf16_tflops": None}
     return {**bare, "cpu_cores": 2, "ram_gib": 8.0, "gpus": (), "links": ()}

@@ -76,7 +76,6 @@ class Hardware:
     count: int  # GPUs visible to this process; 0 on a CPU
     memory_gib: float | None  # of one GPU
     peak_bf16_tflops: float | None
-    peak_reason: str  # source of the peak, or why it is unknown
     cpu_cores: int
     ram_gib: float
     nccl_version: str | None = None
@@ -96,11 +95,6 @@ class Hardware:
                 found.append(f"{name}: {', '.join(map(str, values))}")
         return tuple(found)
 
-    @property
-    def identical(self) -> bool | None:
-        """Whether all GPUs agree in the properties that limit their speed; None without GPUs or a survey."""
-        return not self.differences if self.gpus else None
-
     def to_dict(self) -> JsonObject:
         """For JSON; GPUs and links only after a survey."""
         own = asdict(self) | {"unknown": dict(self.unknown)}
@@ -108,7 +102,7 @@ class Hardware:
             for name in ("gpus", "links", "driver_version", "driver_gpus"):
                 del own[name]
             return own
-        return own | {"identical": self.identical, "differences": list(self.differences)}
+        return own | {"identical": not self.differences if self.gpus else None, "differences": list(self.differences)}
 
 
 # If GPUs differ in one of these, the faster ones wait for the slowest at every step.
@@ -175,15 +169,12 @@ def _device(gpu: Any, count: int) -> JsonObject:
     """The first fields of `Hardware`, from torch's properties of a GPU (None for a CPU)."""
     import psutil
 
-    peak = PEAK_BF16_TFLOPS.get(gpu.name) if gpu else None
-    reason = "NVIDIA data sheet, dense bf16" if peak else f"no data sheet figure for {gpu.name if gpu else ''}"
     return {
         "device": "cuda" if gpu else "cpu",
         "name": gpu.name if gpu else platform.processor() or platform.machine(),
         "count": count,
         "memory_gib": gpu.total_memory / 2**30 if gpu else None,
-        "peak_bf16_tflops": peak,
-        "peak_reason": reason if gpu else "not defined for a CPU run",
+        "peak_bf16_tflops": PEAK_BF16_TFLOPS.get(gpu.name) if gpu else None,
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
         "ram_gib": psutil.virtual_memory().total / 2**30,
     }

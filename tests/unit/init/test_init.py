@@ -29,7 +29,6 @@ H200 = Hardware(
     count=2,
     memory_gib=139.8,
     peak_bf16_tflops=989.0,
-    peak_reason="",
     cpu_cores=16,
     ram_gib=128.0,
 )

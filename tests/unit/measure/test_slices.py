@@ -319,16 +319,14 @@ def test_what_is_gathered_and_what_of_it_shows() -> None:
     work = measured(4).work(8)
     assert work.accumulation == 1
     slow = replace(work, compute_seconds=4 * 40.0)  # a layer: 10 s forward, 30 s backward
-    exposed, total = slices.communication_seconds(sharded(), slow, curve)
     # Forward: what is outside and the first layer. Backward: the last layer's gather, the reduction of the first one
     # and of what is outside.
-    assert exposed == 2 + 1 + 2
-    assert total == 1 + 4 * 1 + 4 * 2 + 1
-    fast = replace(work, compute_seconds=0.0)
-    assert slices.communication_seconds(sharded(), fast, curve)[0] == total
+    assert slices.exposed_seconds(sharded(), slow, curve) == 2 + 1 + 2
+    fast, total = replace(work, compute_seconds=0.0), 1 + 4 * 1 + 4 * 2 + 1  # with nothing to hide it
+    assert slices.exposed_seconds(sharded(), fast, curve) == total
     twice = replace(fast, accumulation=2)
-    assert slices.communication_seconds(sharded(), twice, curve)[1] == 2 * total
-    assert slices.communication_seconds(sharded(reduces_once=True), twice, curve)[1] == total + (1 + 4 + 4)
+    assert slices.exposed_seconds(sharded(), twice, curve) == 2 * total
+    assert slices.exposed_seconds(sharded(reduces_once=True), twice, curve) == total + (1 + 4 + 4)
 
 
 def test_a_step_of_several_ranks() -> None:
