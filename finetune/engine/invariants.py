@@ -6,7 +6,6 @@ The facts of all ranks are gathered first, so that every rank reaches the same v
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,164 +93,103 @@ def is_checkpointing_reentrant(trainer: Any) -> bool:
     return bool(trainer.recomputation.options.get("use_reentrant", False))
 
 
-# --- checks: facts of one rank, those of all ranks and the configured timeout -> what is wrong, or None ---------------
-
-
-def one_device_per_rank(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """Each rank's weights on its own GPU, and no GPU shared by two ranks of a machine (unsloth issue 3459)."""
-    if one.current_device == "cpu":
-        return None
-    if one.parameter_devices != [one.current_device]:
-        return (
-            f"rank {one.rank} computes on {one.current_device} and has weights on {', '.join(one.parameter_devices)}; "
-            "load the model on one device per rank"
-        )
-    place = (one.machine, one.current_device)
-    for other in facts[: one.rank]:
-        if (other.machine, other.current_device) == place:
-            return (
-                f"ranks {other.rank} and {one.rank} share {one.current_device} of {one.host}; make one GPU per process "
-                "visible, with the same CUDA_VISIBLE_DEVICES on all ranks"
-            )
-    return None
-
-
-def same_trainer_on_all_ranks(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """A rank on which Unsloth cannot generate its trainer silently falls back to a different loss."""
-    if one.trainer_classes != facts[0].trainer_classes:
-        return (
-            f"rank {one.rank} trains with {one.trainer_classes[1]} and rank 0 with "
-            f"{facts[0].trainer_classes[1]}; delete the folder that UNSLOTH_COMPILE_LOCATION names and start again"
-        )
-    return None
-
-
-def as_many_processes_as_launched(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """accelerate and the launcher agree on the world size. Otherwise gradients are silently not averaged."""
-    if one.processes != len(facts):
-        return f"accelerate sees a world size of {one.processes} on rank {one.rank}, and {len(facts)} were launched"
-    return None
-
-
-def timeout_as_configured(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """The process group uses `training.ddp_timeout`; a group that was created earlier keeps its own timeout."""
-    if one.timeout_seconds is not None and one.timeout_seconds != timeout:
-        return (
-            f"the process group of rank {one.rank} has a timeout of {one.timeout_seconds:.0f} s and "
-            f"training.ddp_timeout is {timeout} s: other code created the group first"
-        )
-    return None
-
-
-def no_search_for_unused_parameters_under_reentrant_checkpointing(
-    one: Facts, facts: list[Facts], timeout: int
-) -> str | None:
-    """Together they make DDP fail with "marked as ready twice" (unsloth issue 3713)."""
-    if len(facts) > 1 and one.finds_unused and one.reentrant:
-        return (
-            "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn off the first "
-            "or set training.gradient_checkpointing: false"
-        )
-    return None
-
-
-def same_patches_on_all_ranks(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """Each patch is applied on all ranks or on none."""
-    if one.patches != facts[0].patches:
-        return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use one installation for all"
-    return None
-
-
-def one_writer(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """One rank writes checkpoints and the final model; several would damage each other's files."""
-    writers = [one.rank for one in facts if one.writes]
-    return None if len(writers) == 1 else f"ranks {writers} would write the same files; only rank 0 may"
-
-
-def loss_normalized_globally(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """By the model or by this program, the same on all ranks; the mean of the ranks' means is a different loss
-    (unsloth issue 1952, transformers pull request 39395)."""
-    if one.divisor != facts[0].divisor:
-        return (
-            f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use the same "
-            "installation on all machines"
-        )
-    if not one.averages_tokens:
-        return f"average_tokens_across_devices is off on rank {one.rank}; leave it on"
-    return None
-
-
-def ranks_hold_the_global_batch(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """Ranks with different rows x rows per device x accumulation equals the plan's global batch, at every world
-    size."""
-    rows, passes = one.batch
-    shared = "" if one.context_parallel == 1 else f" / {one.context_parallel} that share each row"
-    if len(facts) * rows * passes != one.global_batch_size * one.context_parallel:
-        return (
-            f"{counted(len(facts), 'rank')}{shared} x {counted(rows, 'row')} x {passes} accumulated is not the "
-            f"global batch of {one.global_batch_size}: the trainer's arguments were changed after they were created"
-        )
-    return None
-
-
-def every_matrix_is_sharded(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """With `training.strategy: shard`, frozen matrices included. A matrix that is not sharded takes its full memory on
-    each rank; if nothing is sharded, not even gradients are averaged."""
-    found = one.sharding
-    if found is None:
-        return None
-    if found.units == 0:
-        return f"training.strategy is shard and rank {one.rank} has sharded no module; nothing would be averaged"
-    if found.whole_matrices:
-        return (
-            f"training.strategy is shard and rank {one.rank} holds {len(found.whole_matrices)} matrices whole "
-            f"({', '.join(found.whole_matrices[:3])}); was the model changed after it was sharded?"
-        )
-    return None
-
-
-def sharded_gradients_are_reduced_in_float32(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """And the outputs, of which the loss is computed, are float32. accelerate's policy for bf16 has both in bf16."""
-    found = one.sharding
-    if found is not None and (found.reduce_dtypes, found.output_dtype) != (("float32",), "float32"):
-        return (
-            f"rank {one.rank} reduces gradients in {', '.join(found.reduce_dtypes)} and returns outputs in "
-            f"{found.output_dtype}; expected float32 for both"
-        )
-    return None
-
-
-def gathered_weights_keep_their_bytes(one: Facts, facts: list[Facts], timeout: int) -> str | None:
-    """Frozen weights, packed ones above all, are the same bytes on every rank before they are sharded and when their
-    units gather them."""
-    if one.changed_weights:
-        return (
-            f"rank {one.rank} gathers {counted(len(one.changed_weights), 'frozen weight')} whose bytes differ from "
-            f"those loaded ({', '.join(one.changed_weights[:3])}); this torch or its NCCL copies them wrongly"
-        )
-    return None
-
-
-Check = Callable[[Facts, list[Facts], int], str | None]
-CHECKS: tuple[Check, ...] = (
-    as_many_processes_as_launched,
-    one_device_per_rank,
-    same_trainer_on_all_ranks,
-    same_patches_on_all_ranks,
-    timeout_as_configured,
-    no_search_for_unused_parameters_under_reentrant_checkpointing,
-    one_writer,
-    loss_normalized_globally,
-    ranks_hold_the_global_batch,
-    every_matrix_is_sharded,
-    sharded_gradients_are_reduced_in_float32,
-    gathered_weights_keep_their_bytes,
+# In the order in which they are reported.
+CHECKS = (
+    *("as_many_processes_as_launched", "one_device_per_rank", "same_trainer_on_all_ranks", "same_patches_on_all_ranks"),
+    *("timeout_as_configured", "no_search_for_unused_parameters_under_reentrant_checkpointing", "one_writer"),
+    *("loss_normalized_globally", "ranks_hold_the_global_batch", "every_matrix_is_sharded"),
+    *("sharded_gradients_are_reduced_in_float32", "gathered_weights_keep_their_bytes"),
 )
 
 
-def judge(check: Check, facts: list[Facts], timeout: int) -> str | None:
-    """What the check finds wrong with the first rank that fails it, or None."""
-    return next((wrong for one in facts if (wrong := check(one, facts, timeout)) is not None), None)
+def problems(one: Facts, facts: list[Facts], timeout: int) -> dict[str, str]:
+    """What is wrong on a rank, by the names of `CHECKS`.
+
+    Args:
+        facts: of all ranks.
+        timeout: `training.ddp_timeout`.
+    """
+    found: dict[str, str] = {}
+    first, rank, device, sharded = facts[0], f"rank {one.rank}", one.current_device, one.sharding
+    # Otherwise gradients are silently not averaged.
+    if one.processes != len(facts):
+        found["as_many_processes_as_launched"] = (
+            f"accelerate sees a world size of {one.processes} on {rank}, and {len(facts)} were launched"
+        )
+    # Each rank's weights on its own GPU, and no GPU shared by two ranks of a machine (unsloth issue 3459).
+    alike = [other for other in facts[: one.rank] if (other.machine, other.current_device) == (one.machine, device)]
+    if device != "cpu" and one.parameter_devices != [device]:
+        found["one_device_per_rank"] = (
+            f"{rank} computes on {device} and has weights on {', '.join(one.parameter_devices)}; load the model on one "
+            "device per rank"
+        )
+    elif device != "cpu" and alike:
+        found["one_device_per_rank"] = (
+            f"ranks {alike[0].rank} and {one.rank} share {device} of {one.host}; make one GPU per process visible, "
+            "with the same CUDA_VISIBLE_DEVICES on all ranks"
+        )
+    # A rank on which Unsloth cannot generate its trainer silently falls back to a different loss.
+    if one.trainer_classes != first.trainer_classes:
+        found["same_trainer_on_all_ranks"] = (
+            f"{rank} trains with {one.trainer_classes[1]} and rank 0 with {first.trainer_classes[1]}; delete the "
+            "folder that UNSLOTH_COMPILE_LOCATION names and start again"
+        )
+    if one.patches != first.patches:
+        found["same_patches_on_all_ranks"] = (
+            f"{rank} applied {one.patches} and rank 0 {first.patches}; use one installation for all"
+        )
+    # A group that was created earlier keeps its own timeout.
+    if one.timeout_seconds is not None and one.timeout_seconds != timeout:
+        found["timeout_as_configured"] = (
+            f"the process group of {rank} has a timeout of {one.timeout_seconds:.0f} s and training.ddp_timeout is "
+            f"{timeout} s: other code created the group first"
+        )
+    # Together they make DDP fail with "marked as ready twice" (unsloth issue 3713).
+    if len(facts) > 1 and one.finds_unused and one.reentrant:
+        found["no_search_for_unused_parameters_under_reentrant_checkpointing"] = (
+            "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn off the first "
+            "or set training.gradient_checkpointing: false"
+        )
+    # Several writers of checkpoints and the final model would damage each other's files.
+    if len(writers := [other.rank for other in facts if other.writes]) != 1:
+        found["one_writer"] = f"ranks {writers} would write the same files; only rank 0 may"
+    # The mean of the ranks' means is a different loss (unsloth issue 1952, transformers pull request 39395).
+    if one.divisor != first.divisor:
+        found["loss_normalized_globally"] = (
+            f"on {rank} {one.divisor} divides the loss, on rank 0 {first.divisor}; use the same installation on all "
+            "machines"
+        )
+    elif not one.averages_tokens:
+        found["loss_normalized_globally"] = f"average_tokens_across_devices is off on {rank}; leave it on"
+    # Ranks with different rows x rows per device x accumulation is the plan's global batch, at every world size.
+    rows, passes = one.batch
+    if len(facts) * rows * passes != one.global_batch_size * one.context_parallel:
+        shared = "" if one.context_parallel == 1 else f" / {one.context_parallel} that share each row"
+        found["ranks_hold_the_global_batch"] = (
+            f"{counted(len(facts), 'rank')}{shared} x {counted(rows, 'row')} x {passes} accumulated is not the "
+            f"global batch of {one.global_batch_size}: the trainer's arguments were changed after they were created"
+        )
+    # Also frozen ones: one that is whole takes its full memory on each rank. Without any, gradients are not averaged.
+    if sharded is not None and (sharded.units == 0 or sharded.whole_matrices):
+        held = f"holds {len(sharded.whole_matrices)} matrices whole ({', '.join(sharded.whole_matrices[:3])})"
+        found["every_matrix_is_sharded"] = f"training.strategy is shard and {rank} " + (
+            f"{held}; was the model changed after it was sharded?"
+            if sharded.units
+            else "has sharded no module; nothing would be averaged"
+        )
+    # And the outputs, of which the loss is computed, are float32. accelerate's policy for bf16 has both in bf16.
+    if sharded is not None and (sharded.reduce_dtypes, sharded.output_dtype) != (("float32",), "float32"):
+        found["sharded_gradients_are_reduced_in_float32"] = (
+            f"{rank} reduces gradients in {', '.join(sharded.reduce_dtypes)} and returns outputs in "
+            f"{sharded.output_dtype}; expected float32 for both"
+        )
+    # Packed ones above all: the same bytes before they are sharded and when their units gather them.
+    if changed := one.changed_weights:
+        found["gathered_weights_keep_their_bytes"] = (
+            f"{rank} gathers {counted(len(changed), 'frozen weight')} whose bytes differ from those loaded "
+            f"({', '.join(changed[:3])}); this torch or its NCCL copies them wrongly"
+        )
+    return found
 
 
 def check(trainer: Any) -> list[str]:
@@ -261,10 +199,11 @@ def check(trainer: Any) -> list[str]:
         UserError: on every rank, with the name of the first check that fails and what to do.
     """
     facts = distributed.gather_objects(own_facts(trainer))
-    for one in CHECKS:
-        if (wrong := judge(one, facts, trainer.args.ddp_timeout)) is not None:
-            raise UserError(f"{wrong}. Nothing was trained. (Start check: {one.__name__.replace('_', ' ')}.)")
-    return [one.__name__ for one in CHECKS]
+    everyone = [problems(one, facts, trainer.args.ddp_timeout) for one in facts]
+    for name in CHECKS:
+        if wrong := next((found[name] for found in everyone if name in found), None):
+            raise UserError(f"{wrong}. Nothing was trained. (Start check: {name.replace('_', ' ')}.)")
+    return list(CHECKS)
 
 
 def same_data_and_versions_on_all_ranks(own: JsonObject) -> None:

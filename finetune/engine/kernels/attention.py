@@ -177,17 +177,17 @@ def measure(
     bounds, longest = boundaries(torch.tensor(shapes.lengths, dtype=torch.int32))
     bounds = bounds.to(device)
 
+    def forward() -> Any:
+        options = {"window_size": flash.CAUSAL, **gqa_argument(attention)}
+        return attention(query, key, value, bounds, bounds, longest, longest, **options)
+
     def once() -> list[torch.Tensor]:
-        output = attention(
-            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **gqa_argument(attention)
-        )
+        output = forward()
         return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
 
     results = once()
     with torch.no_grad():  # as in evaluation and with checkpointing; FlashAttention-4 compiles another kernel
-        attention(
-            query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **gqa_argument(attention)
-        )
+        forward()
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < ENOUGH:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
