@@ -13,7 +13,7 @@ from transformers import TrainerState
 from finetune.config import Config
 from finetune.drop_in.commands import JobTrainer
 from finetune.drop_in.names import with_script_names
-from finetune.engine.checkpoint import best, finished_runs, output_folder, resume
+from finetune.engine.checkpoint import best, output_folder, resume
 from finetune.engine.job import Job
 from finetune.engine.monitoring import trackers
 from finetune.engine.monitoring.callbacks import FirstGradients, Profile, StopOnRequest
@@ -76,7 +76,7 @@ class ScriptRun(story.Door):
             UserError: the run is finished, and has no checkpoint.
         """
         output_dir, resuming = Path(job.config.training.output_dir), job.config.training.resume_from_checkpoint
-        if start.found.path is None and resuming and finished_runs.done_record(output_dir) is not None:
+        if start.found.path is None and resuming and resume.done_record(output_dir) is not None:
             raise UserError(
                 f"resume_from_checkpoint=True: {output_dir} holds a finished run, and no checkpoint. Load its model "
                 "from there, or leave resume_from_checkpoint out: train() then starts a new run, and moves this one to "

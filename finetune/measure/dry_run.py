@@ -103,9 +103,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
         "master_weights": asdict(trial.job.master_weights),
-        "memory": memory_report(trial, measured),
-        "step": seconds_by_phase(measured),
-        "projection": projection(measured),
+        **figures(trial, measured),
         "micro_batch_search": sizes,
         "longest_rows": modes.to_dict(),
         "measurement": measured.to_dict(),
@@ -148,42 +146,35 @@ def time_limit(seconds: float, config: Config, folder: Path) -> Iterator[None]:
         done.set()
 
 
-def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:
-    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use."""
-    outside = getattr(trial.memory, "outside_bytes", None)
-    return {
-        "peak_gib": measured.peak_memory_bytes / 2**30,
-        "device_gib": None if measured.memory_bytes is None else measured.memory_bytes / 2**30,
-        "limit_gib": None if trial.memory.limit_bytes is None else trial.memory.limit_bytes / 2**30,
-        "held_by_others_gib": None if outside is None else outside / 2**30,
-    }
-
-
-def seconds_by_phase(measured: Measurement) -> dict[str, float]:
-    """Mean seconds per optimizer step on one device, by phase; of ranks that share rows on one of the fewest of them,
-    without communication."""
-    work = measured.work(measured.shared_by)
-    return {
-        "forward": work.compute_seconds * (1 - work.backward_share),
-        "backward": work.compute_seconds * work.backward_share,
-        "data": work.data_seconds,
-        "optimizer": work.optimizer_seconds,
-        "other": work.other_seconds,
-    }
-
-
-def projection(measured: Measurement) -> JsonObject:
-    """The predicted run on one device, or on the fewest that share rows, without their communication, and the number of
-    devices in the launch line."""
-    work, ranks = measured.work(measured.shared_by), measured.shared_by
+def figures(trial: Trial, measured: Measurement) -> JsonObject:
+    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use. Mean seconds
+    per optimizer step by phase, and the predicted run, on one device; or on the fewest that share rows, without their
+    communication."""
+    outside, ranks = getattr(trial.memory, "outside_bytes", None), measured.shared_by
+    work = measured.work(ranks)
     one = predict(work, 1, None)
     return {
-        "shared_by": ranks,
-        "steps": measured.steps,
-        "step_seconds": one.step_seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "start_up_seconds": measured.start_up_seconds,
-        "hours_on_one_device": one.hours,
+        "memory": {
+            "peak_gib": measured.peak_memory_bytes / 2**30,
+            "device_gib": None if measured.memory_bytes is None else measured.memory_bytes / 2**30,
+            "limit_gib": None if trial.memory.limit_bytes is None else trial.memory.limit_bytes / 2**30,
+            "held_by_others_gib": None if outside is None else outside / 2**30,
+        },
+        "step": {
+            "forward": work.compute_seconds * (1 - work.backward_share),
+            "backward": work.compute_seconds * work.backward_share,
+            "data": work.data_seconds,
+            "optimizer": work.optimizer_seconds,
+            "other": work.other_seconds,
+        },
+        "projection": {
+            "shared_by": ranks,
+            "steps": measured.steps,
+            "step_seconds": one.step_seconds,
+            "tokens_per_second": one.tokens_per_second,
+            "start_up_seconds": measured.start_up_seconds,
+            "hours_on_one_device": one.hours,
+        },
     }
 
 

@@ -175,20 +175,6 @@ class Storage:
     state: float
     gathered: float | None = None
 
-    @property
-    def layer_gathered(self) -> float:
-        """Bytes of a gathered weight of a layer; its gradient has as many before it is reduced."""
-        return self.layer if self.gathered is None else self.gathered
-
-    @property
-    def outside_gathered(self) -> float:
-        """The same outside of layers."""
-        return self.outside if self.gathered is None else self.gathered
-
-    def reduced(self, each: float) -> float:
-        """Bytes of this rank's part of a gradient while it is reduced: in float32, and in the weight's type."""
-        return 4 if each == 4 else 4 + each
-
     def kept(self, in_layers: float, outside: float) -> float:
         """Bytes of that many weights, with their gradients and optimizer state."""
         in_a_layer, elsewhere = (
@@ -217,30 +203,33 @@ def storage(config: Config) -> Storage:
     )
 
 
-def kept_bytes(found: Sizes, world_size: int, stored: Storage) -> int:
-    """Of a rank: its parts of weights, gradients and optimizer state."""
-    return math.ceil(stored.kept(found.total - found.outside, found.outside) / world_size)
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """Bytes on one rank of a sharded model, other than activations.
+
+    kept:           its parts of weights, gradients and optimizer state; the others are held beside it
+    gathered:       two layers, and what is outside the layers
+    reducing_layer: while a layer's gradients are reduced: what is gathered, the gradients of the layer and of the root,
+                    and the layer's in float32, whole and this rank's part; the latter also in the weights' type. The
+                    layer before has freed its copy
+    reducing_root:  at the end of the backward pass, while the root's gradients are reduced: all gradients outside of
+                    layers, an untied embedding that is still gathered, and the root's gradients in float32, alike
+    """
+
+    kept: int
+    gathered: float
+    reducing_layer: float
+    reducing_root: float
 
 
-def gathered_bytes(found: Sizes, stored: Storage) -> float:
-    """Two layers, and what is outside the layers."""
-    return 2 * found.layer * stored.layer_gathered + found.outside * stored.outside_gathered
-
-
-def bytes_reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
-    """Bytes other than activations while a layer's gradients are reduced: what is gathered, the gradients of the layer
-    and of the root, and the layer's in float32, whole and this rank's part; the latter also in the weights' type. The
-    layer before has freed its copy."""
-    if not stored.full:
-        return gathered_bytes(found, stored)
-    layer = found.layer * (stored.layer_gathered + 4 + stored.reduced(stored.layer) / world_size)
-    return gathered_bytes(found, stored) + layer + found.root * stored.outside_gathered
-
-
-def bytes_reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
-    """Bytes at the end of the backward pass, while the root's gradients are reduced: all gradients outside of layers,
-    an untied embedding that is still gathered, and the root's gradients in float32 as in `bytes_reducing_a_layer`."""
-    if not stored.full:
-        return 0.0
-    part = stored.reduced(stored.outside) / world_size
-    return (2 * found.outside - found.root) * stored.outside_gathered + found.root * (4 + part)
+def rank_bytes(found: Sizes, world_size: int, stored: Storage) -> RankBytes:
+    """What one of `world_size` ranks holds."""
+    layer, outside = (each if stored.gathered is None else stored.gathered for each in (stored.layer, stored.outside))
+    gathered = 2 * found.layer * layer + found.outside * outside
+    in_layer = in_root = 0.0
+    if stored.full:
+        parts = [(4 if each == 4 else 4 + each) / world_size for each in (stored.layer, stored.outside)]
+        in_layer = found.layer * (layer + 4 + parts[0]) + found.root * outside
+        in_root = (2 * found.outside - found.root) * outside + found.root * (4 + parts[1])
+    kept = math.ceil(stored.kept(found.total - found.outside, found.outside) / world_size)
+    return RankBytes(kept=kept, gathered=gathered, reducing_layer=gathered + in_layer, reducing_root=in_root)

@@ -115,16 +115,16 @@ class Sharded:
         included, and the most that a moment needs in addition. The moments are the loss, with the activations of all
         layers; the backward pass of the last layer, with what it recomputes and gradients of about the same size; and
         the reduction of the root, when there are no activations left."""
-        given = self.sizes, world_size, self.stored
-        kept: float = held.kept_bytes(*given)
+        own = held.rank_bytes(self.sizes, world_size, self.stored)
+        kept = float(own.kept)
         accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
         in_a_layer = self.fixed_bytes if self.layer_bytes is None else min(self.fixed_bytes, 2 * self.layer_bytes)
         return kept + max(
-            held.gathered_bytes(self.sizes, self.stored) + (self.activation_bytes + self.fixed_bytes),
-            held.bytes_reducing_a_layer(*given) + (self.activation_bytes + in_a_layer),
-            held.bytes_reducing_the_root(*given),
+            own.gathered + (self.activation_bytes + self.fixed_bytes),
+            own.reducing_layer + (self.activation_bytes + in_a_layer),
+            own.reducing_root,
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import review
 from finetune.config import Config
-from finetune.engine.checkpoint import finished_runs, restart
+from finetune.engine.checkpoint import restart, resume
 from finetune.engine.record import RunRecord
 from finetune.engine.session import building, disk_checks, opening, out_of_memory, report
 from finetune.errors import RunError
@@ -45,7 +45,7 @@ class Door(abc.ABC):
 
     def finished(self, job: Job, start: StartPoint) -> JsonObject | None:
         """The run.json of the run that is asked for, if it is finished already."""
-        return finished_runs.finished_record(job.config, start, job.plan().digest(), opening.total_steps(job))
+        return resume.finished_record(job.config, start, job.plan().digest(), opening.total_steps(job))
 
     @abc.abstractmethod
     def leave_finished(self, job: Job, start: StartPoint, done: JsonObject) -> object:

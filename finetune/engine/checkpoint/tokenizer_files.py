@@ -96,7 +96,8 @@ def _save_pretrained(tokenizer: Tokenizer) -> Files:
                 f"The tokenizer {tokenizer.name_or_path} cannot be saved: {' '.join(str(error).split())[:300]}. "
                 "Correct its chat templates and tokenizer_config.json, or set model.chat_template to another template."
             ) from error
-        return {path.relative_to(folder).as_posix(): files.read_bytes(path) for path in _files(Path(folder))}
+        written = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): files.read_bytes(path) for path in written}
 
 
 @functools.lru_cache(maxsize=2)
@@ -107,10 +108,6 @@ def _save_pretrained_from(kind: type, origin: Path) -> Files | None:
             return _save_pretrained(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
         except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
             return None
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def read(folder: Path) -> Files:
