@@ -96,8 +96,8 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     import torch
 
     from finetune.engine.kernels import fused_lora
-    from finetune.engine.kernels.frozen import LowRankTerm
     from finetune.engine.kernels.fused_lora import add_term
+    from finetune.engine.kernels.low_rank import LowRankTerm
 
     gate, up, dh = (torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     terms = [

@@ -147,9 +147,9 @@ def time_limit(seconds: float, config: Config, folder: Path) -> Iterator[None]:
 
 
 def figures(trial: Trial, measured: Measurement) -> JsonObject:
-    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use. Mean seconds
-    per optimizer step by phase, and the predicted run, on one device; or on the fewest that share rows, without their
-    communication."""
+    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use. Mean
+    seconds per optimizer step by phase, and the predicted run, on one device; or on the fewest that share rows, without
+    their communication."""
     outside, ranks = getattr(trial.memory, "outside_bytes", None), measured.shared_by
     work = measured.work(ranks)
     one = predict(work, 1, None)

@@ -193,7 +193,7 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
     import torch
 
     from finetune.engine.kernels import fused_lora
-    from finetune.engine.kernels.frozen import LowRankTerm
+    from finetune.engine.kernels.low_rank import LowRankTerm
 
     torch.manual_seed(0)
     dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[kind]

@@ -47,15 +47,15 @@ class TrainedModel:
     @property
     def base(self) -> str | None:
         """Name or folder of the model that was trained; None if it is not recorded."""
-        named = self.adapter.get("base_model_name_or_path") if self.adapter else None
-        named = named or self.setting("model.model_name_or_path", str)
-        return named if isinstance(named, str) and named else None
+        return self._recorded("base_model_name_or_path", "model.model_name_or_path")
 
     @property
     def revision(self) -> str | None:
         """The revision of the base model on the Hub."""
-        named = self.adapter.get("revision") if self.adapter else None
-        named = named or self.setting("model.revision", str)
+        return self._recorded("revision", "model.revision")
+
+    def _recorded(self, key: str, setting: str) -> str | None:
+        named = (self.adapter or {}).get(key) or self.setting(setting, str)
         return named if isinstance(named, str) and named else None
 
     @property

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.engine.kernels import fp8, frozen
-from finetune.engine.kernels.frozen import LowRankTerm, aligned
+from finetune.engine.kernels.low_rank import LowRankTerm, aligned
 from finetune.runtime.types import Model
 
 Tensors = Sequence[torch.Tensor | None]

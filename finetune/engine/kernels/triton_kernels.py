@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.engine.kernels.frozen import LowRankTerm, aligned
+from finetune.engine.kernels.low_rank import LowRankTerm, aligned
 from finetune.runtime.types import JsonObject
 
 # Programs that share the columns of one tile's rows, or the rows of its columns.

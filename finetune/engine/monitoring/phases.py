@@ -36,7 +36,7 @@ class PhaseTimer(TrainerCallback):
         self._clock = Clock(device)
         self._trainer = trainer
         self.host_lead = 0.0  # seconds that the host was ahead of the device at the last step that was logged
-        trainer.get_batch_samples = self._timed_fetch(trainer.get_batch_samples)
+        trainer.get_batch_samples = self._timed("data", trainer.get_batch_samples)
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
         trainer.average_gradients = self._timed("backward", trainer.average_gradients)
@@ -64,20 +64,12 @@ class PhaseTimer(TrainerCallback):
         if getattr(control, "should_log", False):
             self.host_lead = self._clock.wait()
 
-    def _timed_fetch(self, fetch: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            self._mark(BETWEEN)
-            activity.enter("data", self._trainer.state.global_step)
-            batches = fetch(*args, **kwargs)
-            self._mark("data")
-            return batches
-
-        return call
-
     def _timed(self, label: str, function: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
+            if label == "data":
+                self._mark(BETWEEN)
             if torch.is_grad_enabled():
-                activity.enter(label)
+                activity.enter(label, self._trainer.state.global_step if label == "data" else None)
             result = function(*args, **kwargs)
             self._mark(label)
             return result

@@ -31,6 +31,7 @@ ANSWER_SECONDS = 1.0  # rank 0 may take this long
 RESTART_SECONDS = 60.0  # within which a restarted rank 0 replaces what an earlier one has left
 FAILURE = "finetune/failure"  # key of the first failure of an attempt
 _ATTEMPT, _EARLY = "finetune/attempt", "finetune/early"
+_HELLO, _ACK = "finetune/{attempt}/hello/{rank}", "finetune/{attempt}/ack/{rank}/{process}"
 
 _client: TCPStore | None = None  # kept: on rank 0, it keeps the store alive
 _name: str | None = None  # of this attempt, which all its ranks share and no earlier attempt had
@@ -127,8 +128,9 @@ def _answer_ranks(store: Store, attempt: str) -> None:
                 _of_attempt(attempt, store).compare_set(FAILURE, "", store.get(_EARLY).decode())
                 store.delete_key(_EARLY)  # no later attempt finds it
             for rank in sorted(waiting):
-                if store.check([_hello_key(attempt, rank)]):
-                    store.set(_ack_key(attempt, rank, store.get(_hello_key(attempt, rank)).decode()), "")
+                if store.check([hello := _HELLO.format(attempt=attempt, rank=rank)]):
+                    process = store.get(hello).decode()
+                    store.set(_ACK.format(attempt=attempt, rank=rank, process=process), "")
                     waiting.discard(rank)
             threading.Event().wait(POLL_SECONDS)
 
@@ -150,8 +152,8 @@ def join_attempt(store: Store, failed: Callable[[str], None]) -> str:
         current = store.get(_ATTEMPT).decode() if store.check([_ATTEMPT]) else ""
         if current != attempt:
             attempt, since = current, time.monotonic()
-            store.set(_hello_key(attempt, rank), me)
-        if attempt and store.check([_ack_key(attempt, rank, me)]):
+            store.set(_HELLO.format(attempt=attempt, rank=rank), me)
+        if attempt and store.check([_ACK.format(attempt=attempt, rank=rank, process=me)]):
             return attempt
         if time.monotonic() - since > patience:
             for place, key in ((store, _EARLY), (_of_attempt(attempt, store), FAILURE)):
@@ -162,11 +164,3 @@ def join_attempt(store: Store, failed: Callable[[str], None]) -> str:
         f"Rank 0 did not reach {address()} within {JOIN_SECONDS:.0f} s of rank {rank} on {socket.gethostname()}. Look "
         f"at the output of the machine of rank 0. {_ADVICE}"
     )
-
-
-def _hello_key(attempt: str, rank: int) -> str:
-    return f"finetune/{attempt}/hello/{rank}"
-
-
-def _ack_key(attempt: str, rank: int, process: str) -> str:
-    return f"finetune/{attempt}/ack/{rank}/{process}"

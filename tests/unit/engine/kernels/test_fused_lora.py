@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model: Path, lora: dict[str, 
 
 
 def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
-    from finetune.engine.kernels.frozen import LowRankTerm
+    from finetune.engine.kernels.low_rank import LowRankTerm
 
     torch.manual_seed(0)
     gate, up, dh, down = (torch.randn(n, 12, dtype=torch.float64) for n in (5, 5, 5, 3))
