@@ -185,19 +185,18 @@ def document_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **given: Any
 ) -> tuple[torch.Tensor, None]:
     """`attention.packed_attention` on a CPU, which has no kernel for it: SDPA, one document after another."""
-    bounds, scaling, sliding_window = (given.get(name) for name in ("cu_seq_lens_q", "scaling", "sliding_window"))
-    bounds = bounds.tolist()
+    bounds, scaling, sliding_window = given["cu_seq_lens_q"].tolist(), given.get("scaling"), given.get("sliding_window")
     outputs = []
     for first, end in zip(bounds, bounds[1:], strict=False):
         one = [tensor[:, :, first:end] for tensor in (query, key, value)]
-        mask = None
+        band = None
         if sliding_window is not None and sliding_window < end - first:
             place = torch.arange(end - first, device=query.device)
             back = place[:, None] - place
-            mask = (back >= 0) & (back < sliding_window)
+            band = (back >= 0) & (back < sliding_window)
         outputs.append(
             F.scaled_dot_product_attention(
-                *one, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
+                *one, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2), None

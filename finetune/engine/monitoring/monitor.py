@@ -366,10 +366,10 @@ def gpus_by_rank(blocks: Sequence[Sequence[float]]) -> dict[int, JsonObject]:
             one = dict(zip(nvml.FIELDS, values, strict=True))
             if math.isnan(one["samples"]):
                 continue
-            one = {name: None if math.isnan(value) else value for name, value in one.items()}
-            one["samples"] = int(one["samples"])
-            one["reasons"] = [name for bit, name in nvml.THROTTLE_REASONS.items() if int(one["reasons"]) & bit]
-            found[sender + local] = one
+            gpu: JsonObject = {name: None if math.isnan(value) else value for name, value in one.items()}
+            gpu["samples"] = int(one["samples"])
+            gpu["reasons"] = [name for bit, name in nvml.THROTTLE_REASONS.items() if int(one["reasons"]) & bit]
+            found[sender + local] = gpu
     return found
 
 
