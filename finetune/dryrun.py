@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config import Config
+from finetune.config import Config, resolve_batch
 from finetune.engine.checkpoint import output_folder, resume
 from finetune.engine.preflight import adapter_files
 from finetune.engine.session import disk_checks, opening, report
@@ -85,7 +85,10 @@ def run(config: Config, devices: int | None = None, *, longest: bool = False) ->
     opening.check_present(config)
     check_one_process()
     config, demo = opening.resolve_demo(config)
-    world, real = strategy.intended_batch(config, strategy.visible_gpus() if devices is None else devices, devices)
+    world = strategy.largest_world(config, strategy.visible_gpus() if devices is None else devices)
+    if devices is None:  # if GPUs share rows and too few are here, the fewest that do
+        world = max(world, config.training.context_parallel)
+    real = resolve_batch(config.training, world, config.data)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = adapter_files.base_folder(config)
         layers = slices.layer_count(folder) if folder is not None else None

@@ -26,6 +26,7 @@ from finetune.measure import activations, held, measurements, micro_batch, probe
 from finetune.measure.activations import Measured, Point, Rows
 from finetune.measure.probe import Passes
 from finetune.runtime.command import console
+from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import free_host_bytes
 from finetune.runtime.ranks import activity, distributed
 from finetune.runtime.types import JsonObject
@@ -298,15 +299,16 @@ def known_remedy(job: Job) -> str | None:
 def save(job: Job, found: Sequence[Measured]) -> None:
     """Write the measured modes of a job to the cache."""
     tried = [vars(one) for one in ladder(job)]
-    measurements.save_modes(measurements.facts(job), tried, [asdict(one) for one in found])
+    content = {"kind": "activation modes", "tried": tried, "modes": [asdict(one) for one in found]}
+    write_json(measurements.modes_file(measurements.facts(job)), content)
 
 
 def find(job: Job) -> list[Measured] | None:
     """The modes that were measured for this job, at any batch; None without a measurement of all of them."""
-    content, modes = measurements.find_modes(measurements.facts(job)), ladder(job)
-    if content is None or not all(vars(one) in content["tried"] for one in modes):
-        return None
+    content, modes = measurements.read(measurements.modes_file(measurements.facts(job)), dict), ladder(job)
     try:
+        if content is None or not all(vars(one) in content["tried"] for one in modes):
+            return None
         found = [Measured.from_dict(one) for one in content["modes"]]
     except (TypeError, KeyError, ValueError):  # of another version
         return None

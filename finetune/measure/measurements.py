@@ -244,6 +244,11 @@ def _shared_file(kind: str, found: JsonObject, but: Sequence[str]) -> Path:
     return folder() / f"{kind}-{digest({name: value for name, value in found.items() if name not in but})}.json"
 
 
+def modes_file(found: JsonObject) -> Path:
+    """The file of how the activations of this job can be kept, at any batch."""
+    return _shared_file("modes", found, _OF_A_MODE)
+
+
 def save_sizes(found: JsonObject, search: JsonObject) -> None:
     """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
     write_json(_shared_file("sizes", found, _OF_A_SIZE), {"kind": "micro-batch sizes", **search})
@@ -258,22 +263,6 @@ def find_sizes(wanted: JsonObject) -> JsonObject | None:
         return content if whole and all(one.keys() == known for one in content["attempts"]) else None
 
     return read(_shared_file("sizes", wanted, _OF_A_SIZE), checked)
-
-
-def save_modes(found: JsonObject, tried: Sequence[JsonObject], modes: Sequence[JsonObject]) -> None:
-    """Write how a job's activations can be kept to the cache.
-
-    Args:
-        tried: `config.rules.Mode` as JSON, of all that were to be measured.
-        modes: `activations.Measured` as JSON, of those that the model can have.
-    """
-    write_json(_shared_file("modes", found, _OF_A_MODE), {"kind": "activation modes", "tried": tried, "modes": modes})
-
-
-def find_modes(wanted: JsonObject) -> JsonObject | None:
-    """The last measurement of these modes for this job, at any batch; None without one."""
-    content = read(_shared_file("modes", wanted, _OF_A_MODE), dict)
-    return content if content is not None and {"tried", "modes"} <= content.keys() else None
 
 
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:

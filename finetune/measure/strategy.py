@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from finetune.config import Batch, Config, resolve_batch
+from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.redact import redact_arguments
 from finetune.runtime import files, launch_lines, scripts
@@ -103,19 +103,6 @@ def largest_world(config: Config, gpus: int) -> int:
             continue
         return world
     return 1
-
-
-def intended_batch(config: Config, gpus: int, devices: int | None = None) -> tuple[int, Batch]:
-    """The real run's number of ranks and its batch: all GPUs, or as many as the global batch allows. If GPUs share
-    rows and too few are here, the fewest that do.
-
-    Args:
-        devices: that the user named.
-    """
-    world = largest_world(config, gpus)
-    if devices is None:
-        world = max(world, config.training.context_parallel)
-    return world, resolve_batch(config.training, world, config.data)
 
 
 def describe_ranks(count: int) -> str:

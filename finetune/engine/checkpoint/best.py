@@ -21,14 +21,6 @@ from finetune.runtime.types import JsonObject
 _STATE = "best_model"  # key in `stateful_callbacks` of trainer_state.json
 
 
-def set_best_model_arguments(args: TrainingArguments, training: TrainingConfig) -> None:
-    """Set the fields of SFTConfig for the best model. They are set on the finished object, whose constructor would
-    require save_steps to be a multiple of eval_steps: here each new best is saved when it is found."""
-    args.metric_for_best_model = training.best_metric
-    args.greater_is_better = training.best_is_greatest
-    args.load_best_model_at_end = training.load_best_model_at_end
-
-
 def best_model_callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
     """The callback of a run that tracks its best evaluation; none for other runs.
 

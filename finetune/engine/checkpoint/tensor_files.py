@@ -254,15 +254,15 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes
     for key in stored.keys():
         if key.endswith(f".{eight_bit.SCALES}"):  # read with their codes
             continue
-        in_8_bits = eight_bit.codes_state_key(key)
-        number, _, name = (in_8_bits or key).partition(".")
+        state_key = key.removesuffix(f".{eight_bit.CODES}")
+        number, _, name = state_key.partition(".")
         index, shape = int(number), stored.shape(key)
         if not shape:  # the count of steps
             value = stored.read_full(key)
         elif shape == tuple(parameters[index].shape):
             part = stored.read_like(key, parameters[index])
-            if in_8_bits is not None:
-                scales = stored.read_like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
+            if state_key != key:
+                scales = stored.read_like(f"{state_key}.{eight_bit.SCALES}", parameters[index])
                 part = eight_bit.from_codes(part, scales, name)
             value = to_dtensor(eight_bit.encode(part, name) if in_codes else part, parameters[index])
         else:

@@ -40,12 +40,6 @@ _ARGUMENTS = {"use_dora": False, "lora_bias": False, "velora_config": None, "kas
 _ARGUMENTS |= {"alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None, "arrow_config": None}
 
 
-def _is_router(kind: str) -> bool:
-    """Whether a class is one of routers, by its name. Of other gates, as those of linear attention, an adapter is
-    meant."""
-    return kind.endswith(("Router", "TopKGating")) or "MoE" in kind and kind.endswith("Gate")
-
-
 def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
     """The stacked experts of the language model, by the full names of the parameters."""
     base = shard.base_model(model)
@@ -66,7 +60,9 @@ def routers(model: Model) -> dict[int, torch.nn.Module]:
     that some have inside."""
     found = {id(module): module for module, _ in router_loss.routers(model)}
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] == "router" or _is_router(type(module).__name__):
+        kind = type(module).__name__  # not any gate: an adapter on that of linear attention is meant
+        named = kind.endswith(("Router", "TopKGating")) or "MoE" in kind and kind.endswith("Gate")
+        if path.rpartition(".")[2] == "router" or named:
             found |= {id(part): part for part in module.modules()}
     return found
 

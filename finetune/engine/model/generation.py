@@ -11,6 +11,7 @@ import torch
 
 from finetune.engine.model import positions
 from finetune.engine.optimizer import master_weights
+from finetune.errors import UserError
 from finetune.runtime.types import Model, Tokenizer
 
 Answer = TypeVar("Answer")
@@ -82,8 +83,14 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], settings: Any, **fu
     """
     device = next(model.parameters()).device
     width = max(len(ids) for ids in prompts)
-    room = positions.remaining_tokens(model, width)
-    if room is not None:
+    table = positions.limit(model)
+    if table is not None and width >= table:
+        raise UserError(
+            f"The prompt has {width:,} tokens, and {model.config.model_type} has a table of {table:,} positions. "
+            "Shorten it."
+        )
+    if table is not None:
+        room = table - width
         # Alone, a prompt leaves room for its own answer; a sharded model generates as often on every rank.
         if len(prompts) > 1 and (room < settings.max_new_tokens or further.get("synced_gpus")):
             return [ids for one in prompts for ids in complete(model, [one], settings, **further)]

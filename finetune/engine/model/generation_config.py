@@ -34,13 +34,11 @@ def check(folder: Path) -> None:
 
     if not (folder / FILE).is_file():
         return
+    why = None
     try:
         ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        why = (
-            None
-            if ends is None or to_token_ids(ends)
-            else f"eos_token_id must be a number or a list of numbers: {ends!r}"
-        )
+        if ends is not None and not to_token_ids(ends):
+            why = f"eos_token_id must be a number or a list of numbers: {ends!r}"
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = " ".join(str(error).split())[:300]
     if why is not None:
@@ -106,29 +104,24 @@ def add_end_tokens(content: JsonObject, ends: Iterable[int | None]) -> JsonObjec
     return content | ({"eos_token_id": known[0] if len(known) == 1 else known} if known else {})
 
 
-def to_json_object(model: Model) -> JsonObject | None:
-    """A model's generation config as its file has it; None for a model without one. Values that transformers accepts
-    when it loads them and refuses when it saves them, such as a temperature without sampling, stay as they are.
+def write(folder: Path, model: Model, ends: Iterable[int | None]) -> None:
+    """Write generation_config.json: that of the model, if it has one, which stops at `ends` as well. Values that
+    transformers accepts when it loads them and refuses when it saves them, such as a temperature without sampling,
+    stay as they are.
 
     Raises:
         UserError: it holds something that is not JSON.
     """
     config = getattr(model, "generation_config", None)
     if config is None:
-        return None
+        return
     try:
-        return json.loads(config.to_json_string(keys_to_pop=["compile_config"]))
+        content = json.loads(config.to_json_string(keys_to_pop=["compile_config"]))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"The model's generation config cannot be saved: {error}. Correct {FILE} in the model's folder."
         ) from None
-
-
-def write(folder: Path, model: Model, ends: Iterable[int | None]) -> None:
-    """Write generation_config.json: that of the model, which stops at `ends` as well."""
-    content = to_json_object(model)
-    if content is not None:
-        files.write_json(folder / FILE, add_end_tokens(content, ends))
+    files.write_json(folder / FILE, add_end_tokens(content, ends))
 
 
 @contextlib.contextmanager

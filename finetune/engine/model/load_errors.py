@@ -16,6 +16,9 @@ from finetune.engine.preflight import remote_code
 from finetune.errors import RunError, UserError
 from finetune.runtime.machine.hardware import out_of_memory_details
 
+# What transformers says if there is no such model, or a folder lacks files.
+_LACKING = re.compile("Unrecognized model|not a local folder|Couldn't instantiate|does not appear")
+
 
 @contextlib.contextmanager
 def explain_load_error(name: str | None, what: str) -> Iterator[None]:
@@ -31,23 +34,17 @@ def explain_load_error(name: str | None, what: str) -> Iterator[None]:
         if full or not isinstance(error, OSError | ValueError | pickle.UnpicklingError):
             raise
         text = str(error)
-        if not isinstance(error, OSError) and not any(
-            sign in text
-            for sign in ("Unrecognized model", "not a local folder", "Couldn't instantiate", "does not appear")
-        ):
+        if not isinstance(error, OSError) and not _LACKING.search(text):
             raise
-        offline = (
-            "HF_HUB_OFFLINE is set, so only local folders and the cache are searched. "
-            if constants.HF_HUB_OFFLINE
-            else ""
-        )
         where = "There is no such folder, and the Hub has no such model. "
         if Path(str(name)).is_dir():
             where = "The folder exists but lacks files that transformers needs. "
         elif "couldn't connect" in text.lower():
             where = f"The files could not be fetched from {constants.ENDPOINT}. "
+        if constants.HF_HUB_OFFLINE:
+            where += "HF_HUB_OFFLINE is set, so only local folders and the cache are searched. "
         raise UserError(
-            f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
+            f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}"
             f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
             f"(The library reports: {text.splitlines()[0][:200]})"
         ) from error
@@ -85,8 +82,8 @@ def _check_files(name: str, what: str, error: Exception) -> None:
     for sign, (why, remedy) in _WRONG_FILES.items():
         if sign in message:
             raise UserError(f"model.model_name_or_path is {name}: {why} ({message[:200]}). {remedy}.") from error
-    lacking = re.search("Unrecognized model|not a local folder|Couldn't instantiate|does not appear", message)
-    if what == "tokenizer" and Path(name).is_dir() and not (lacking or isinstance(error, OSError | ImportError)):
+    lacking = isinstance(error, OSError | ImportError) or _LACKING.search(message)
+    if what == "tokenizer" and Path(name).is_dir() and not lacking:
         raise UserError(
             f"model.model_name_or_path is {name}: its tokenizer files are damaged ({message[:200]}). Copy or download "
             "them again."

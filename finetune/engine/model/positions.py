@@ -90,18 +90,3 @@ def without_scaling(config: Config, row_length: int, longest: int) -> int:
             f"RoPE, unrecorded in an adapter. Set data.max_length to {most}, or write the scaling into config.json."
         )
     return row_length if most is None else min(row_length, most)
-
-
-def remaining_tokens(model: Model, length: int) -> int | None:
-    """Tokens that an answer to a prompt of `length` tokens may have; None without a limit.
-
-    Raises:
-        UserError: the prompt fills the table.
-    """
-    found = limit(model)
-    if found is not None and length >= found:
-        raise UserError(
-            f"The prompt has {length:,} tokens, and {model.config.model_type} has a table of {found:,} positions. "
-            "Shorten it."
-        )
-    return None if found is None else found - length

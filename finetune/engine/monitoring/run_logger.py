@@ -207,7 +207,11 @@ class RunLogger(TrainerCallback):
         if "eval_answers" in logs:  # of `log_scores`; a metric of the user may be called anything
             return
         for name in evaluated_sets(logs):
-            self._log_evaluation(logs, name, state)
+            losses = self._trainer.eval_document_losses or []
+            self.evaluation_log.metrics(logs, name, losses, state, shows=self._training_since is not None)
+            step, loss = state.global_step, logs[f"eval_{name}_loss" if name else "eval_loss"]
+            if step > 0 and not math.isfinite(loss):  # all ranks hold the same one
+                raise RunError(f"The evaluation loss after step {step} is not finite ({loss}). {_LOWER_RATE}")
         if "loss" not in logs:
             return
         record = self.monitor.record()
@@ -289,18 +293,6 @@ class RunLogger(TrainerCallback):
                 )
 
     # --- evaluations --------------------------------------------------------------------------------------------------
-
-    def _log_evaluation(self, logs: dict[str, float], name: str, state: TrainerState) -> None:
-        """The metrics of the held-out rows, or of the set `name` of several.
-
-        Raises:
-            RunError: the loss is not finite; all ranks hold the same one.
-        """
-        losses = self._trainer.eval_document_losses or []
-        self.evaluation_log.metrics(logs, name, losses, state, shows=self._training_since is not None)
-        step, loss = state.global_step, logs[f"eval_{name}_loss" if name else "eval_loss"]
-        if step > 0 and not math.isfinite(loss):
-            raise RunError(f"The evaluation loss after step {step} is not finite ({loss}). {_LOWER_RATE}")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._training_since is None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from finetune.engine.optimizer.state_bytes import BLOCK, has_codes
 
 _SIGNED = "exp_avg"
-_CODES, SCALES = "codes", "scales"
+CODES, SCALES = "codes", "scales"
 
 
 def is_used(optimizer: object) -> bool:
@@ -119,7 +119,7 @@ def to_files(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
         empty = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)  # of a rank without rows
         codes, scales = (local.codes, local.scale) if local.numel() else (empty, empty.float())
         scales = scales.view(local.shape[0], row // BLOCK)
-        return {f"{key}.{_CODES}": _to_dtensor(codes, state), f"{key}.{SCALES}": _to_dtensor(scales, state)}
+        return {f"{key}.{CODES}": _to_dtensor(codes, state), f"{key}.{SCALES}": _to_dtensor(scales, state)}
     return {key: _to_dtensor(decode(local).float(), state)}
 
 
@@ -128,8 +128,3 @@ def _to_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     shape = torch.Size((like.shape[0], *local.shape[1:]))
     stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
     return DTensor.from_local(local, like.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def codes_state_key(key: str) -> str | None:
-    """The state that a tensor of codes in a file belongs to; None for other tensors."""
-    return key.removesuffix(f".{_CODES}") if key.endswith(f".{_CODES}") else None

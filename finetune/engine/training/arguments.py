@@ -13,7 +13,6 @@ import trl
 from finetune.config import Batch, Config
 from finetune.config.arguments import FIXED
 from finetune.config.rules import FOLLOWS_LOSS
-from finetune.engine.checkpoint import best
 from finetune.engine.model.load_arguments import resolve_dtype
 from finetune.engine.optimizer import master_weights
 from finetune.engine.training.schedule import explain_schedule_error
@@ -78,8 +77,10 @@ def configured_arguments(config: Config, stack: Stack, batch: Batch, *, evaluate
     settings |= {key: value for key, value in training.extra.items() if key != "gradient_checkpointing_kwargs"}
     settings["report_to"] = "none"
     args = training_arguments(trl.SFTConfig(**settings), batch, training.ddp_timeout)
-    if tracks_best:
-        best.set_best_model_arguments(args, training)
+    if tracks_best:  # SFTConfig's constructor would require save_steps to be a multiple of eval_steps
+        args.metric_for_best_model = training.best_metric
+        args.greater_is_better = training.best_is_greatest
+        args.load_best_model_at_end = training.load_best_model_at_end
     return args
 
 

@@ -88,16 +88,6 @@ def ranks() -> Ranks:
             "set. Set it on every machine to the number of its ranks, or start the run with torchrun "
             "(docs/two-machines.md)."
         )
-    _check_count(world_size)
-    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
-
-
-def _check_count(world_size: int) -> None:
-    """accelerate starts `num_processes // num_machines` ranks on each machine, whatever remains.
-
-    Raises:
-        UserError: these are fewer than `num_processes`.
-    """
     profile = launcher_profile()
     asked, machines_asked = profile.get("num_processes", 1), profile.get("num_machines", 1)
     if machines_asked != 1 and asked > 1 and asked != world_size:
@@ -106,6 +96,7 @@ def _check_count(world_size: int) -> None:
             "it starts the same number on each. Set num_processes to a multiple of num_machines; for machines with "
             "different numbers of GPUs use torchrun, with its own --nproc_per_node on each (docs/two-machines.md)."
         )
+    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
 
 
 @functools.cache
