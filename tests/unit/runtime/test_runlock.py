@@ -54,7 +54,7 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
             with runlock.lock(path, print):
                 raise AssertionError("two runs in one folder")
     output_folder.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
-    output_folder.clear(out)  # overwrite_output_dir
+    output_folder.prepare_output(out, overwrite=True)
     assert (out / runlock.FILE_NAME).exists()
     holder.kill()
     holder.wait()
