@@ -131,16 +131,13 @@ def _check(options: argparse.Namespace) -> None:
     """
     from finetune.runtime.ranks import distributed
 
-    if options.raw and options.template:
-        raise UserError(
-            "--raw and --template are both given: prompts are sent with the chat template or without. Keep one."
-        )
-    if options.raw and options.system:
-        raise UserError(
-            "--raw and --system are both given: without a chat template, there is no system message. Keep one."
-        )
-    if options.prompts and options.score:
-        raise UserError("--prompts and --score are both given: answers are shown, or scored. Keep one.")
+    for one, other, why in (
+        ("raw", "template", "prompts are sent with the chat template or without"),
+        ("raw", "system", "without a chat template, there is no system message"),
+        ("prompts", "score", "answers are shown, or scored"),
+    ):
+        if getattr(options, one) and getattr(options, other):
+            raise UserError(f"--{one} and --{other} are both given: {why}. Keep one.")
     if options.metric and not options.score:
         raise UserError(f"--metric is for --score: got {options.metric}. Give the rows with --score, or remove it.")
     if options.metric and not re.fullmatch(r"[\w.]+:\w+", options.metric):

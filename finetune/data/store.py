@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -160,52 +159,34 @@ def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            if _damage(folder, verify=verify) is not None:
+            if not _is_whole(folder, verify=verify):
                 with disk_errors(cache, "the data cache"), staging(folder) as partial:
                     about = build(partial)
-                    write_json(
-                        partial / _INFO,
-                        {"about": about, "files": {p.name: _digest(p) for p in sorted(partial.iterdir())}},
-                    )
-    except (PermissionError, LockTimeout) as error:
+                    made = {file.name: (file.stat().st_size, checksum(file)) for file in sorted(partial.iterdir())}
+                    write_json(partial / _INFO, {"about": about, "files": made})
+    except OSError as error:
+        if not isinstance(error, PermissionError | LockTimeout) and error.errno != errno.EROFS:
+            raise
         raise UserError(
             f"The data cache {cache} is not writable: {error}. Set data.cache_dir or the environment variable "
             "FINETUNE_CACHE to a writable folder."
         ) from None
-    except OSError as error:
-        if error.errno == errno.EROFS:
-            raise UserError(
-                f"The data cache {cache} is on a read-only file system. Set data.cache_dir or the environment variable "
-                "FINETUNE_CACHE to a writable folder."
-            ) from None
-        raise
-    return folder, _about(folder)
-
-
-def _about(folder: Path) -> dict:
-    return json.loads((folder / _INFO).read_text())["about"]
+    return folder, json.loads((folder / _INFO).read_text())["about"]
 
 
 def is_complete(folder: Path, name: str) -> bool:
     """Whether an entry has what `Writer(folder, name)` wrote, by the sizes of all its files."""
-    return _damage(folder, verify=False) is None and (folder / f"{name}.arrow").is_file()
+    return _is_whole(folder, verify=False) and (folder / f"{name}.arrow").is_file()
 
 
-def _damage(folder: Path, *, verify: bool) -> str | None:
-    """Why an entry must be built again, or None if it is complete."""
+def _is_whole(folder: Path, *, verify: bool) -> bool:
+    """Whether an entry need not be built again."""
     try:
         files = json.loads((folder / _INFO).read_text())["files"]
     except (OSError, ValueError, KeyError):
-        return "it is missing or incomplete"
+        return False
     for name, (size, recorded) in files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is missing or truncated"
-        if verify and _digest(path)[1] != recorded:
-            return f"{name} is corrupt"
-    return None
-
-
-def _digest(path: Path) -> tuple[int, str]:
-    """Size in bytes and xxh3 checksum of a file."""
-    return os.path.getsize(path), checksum(path)
+        if not path.is_file() or path.stat().st_size != size or (verify and checksum(path) != recorded):
+            return False
+    return True

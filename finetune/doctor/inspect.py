@@ -32,8 +32,12 @@ SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
 
 Findings = JsonObject  # what `examine` returns
 NO_DEVICES: Findings = {  # if the subprocess that examines them dies
-    **{"devices": [], "topology": [], "topology_line": None, "differences": [], "copies": []},
-    **{"driver_gpus": None, "versions": {}, "unknown": {}},
+    "devices": [],
+    "driver_gpus": None,
+    "topology": [],
+    "topology_line": None,
+    "differences": [],
+    "copies": [],
 }
 
 
@@ -41,20 +45,12 @@ def examine(config: Config, launcher: JsonObject) -> Findings:
     """Everything the report contains, ready for JSON. What is unknown is None, with the reason under `unknown`."""
     from finetune.runtime import bootstrap
 
-    devices, stack = _ask(("devices",), ("stack", config.model.backend))
-    hardware = NO_DEVICES | devices
-    unknown = dict(hardware["unknown"])
-    if "error" in hardware:
-        unknown["devices"] = hardware["error"]
-    versions = {"finetune": __version__, **bootstrap.versions(), **hardware["versions"]}
+    hardware, stack = _ask(("devices",), ("stack", config.model.backend))
+    versions = {"finetune": __version__, **bootstrap.versions(), **hardware.get("versions", {})}
+    unknown = {"devices": hardware["error"]} if "error" in hardware else hardware["unknown"]
     return {
+        **{name: hardware.get(name, nothing) for name, nothing in NO_DEVICES.items()},
         "versions": versions | {"system": platform.platform()},
-        "devices": hardware["devices"],
-        "driver_gpus": hardware["driver_gpus"],
-        "topology": hardware["topology"],
-        "topology_line": hardware["topology_line"],
-        "differences": hardware["differences"],
-        "copies": hardware["copies"],
         "machine": _machine(),
         "stack": stack,
         "launcher": launcher,

@@ -43,6 +43,8 @@ def commands(file: Path, launcher: list[str]) -> dict[str, str]:
 
 def text(answers: Answers, next_commands: dict[str, str]) -> str:
     """The YAML file, with a comment for each key that a user may want to change."""
+    answered = "held-out prompts to answer before and after training"
+    samples = (3, answered) if answers.rows.eval_fraction > 0 else (0, f"no rows are held out: no {answered}")
     lines = [
         "# Written by `finetune init`. `finetune train --help` lists all keys.",
         "#",
@@ -57,14 +59,9 @@ def text(answers: Answers, next_commands: dict[str, str]) -> str:
         *_training(answers),
         "logging:",
         _line("logging_steps", answers.length.logging_steps, "optimizer steps between log lines"),
-        _samples(held_out=answers.rows.eval_fraction > 0),
+        _line("generate_samples", *samples),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _samples(*, held_out: bool) -> str:
-    what = "held-out prompts to answer before and after training"
-    return _line("generate_samples", *((3, what) if held_out else (0, f"no rows are held out: no {what}")))
 
 
 def _model(answers: Answers) -> list[str]:

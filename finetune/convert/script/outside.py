@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from finetune.convert.analysis.names import Program, calls
+from finetune.convert.analysis.names import calls
 from finetune.convert.knowledge import explained, matches
 from finetune.convert.notebook.read import Refusal
 from finetune.convert.script import rewrite as code
@@ -24,13 +24,18 @@ def refuse_outside(draft: Draft) -> None:
         for node in ast.walk(draft.program.statements[place].node)
         if isinstance(node, ast.Expr) and code.only_installs(node)
     }
-    _refuse_dependence(draft.program, before - loaders(draft), "the statements before training", gone)
-    for place in before:
+    loading, unsafe = loaders(draft), explained("unsafe")
+    for place in sorted(before):
         statement = draft.program.statements[place]
         for call in calls(statement.node):
             name = draft.program.dotted(call.func)
-            if remedy := explained("unsafe").get(name):
+            if remedy := unsafe.get(name):
                 raise Refusal("R4", f"`{name}` cannot run on several ranks; {remedy}", statement.cell)
+            if place not in loading and call not in gone and (why := _dependence(name)):
+                raise Refusal("R4", f"the statements before training depend on {why}", statement.cell)
+        waits = any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node))
+        if place not in loading and waits:
+            raise Refusal("R4", "the statements before training depend on a top-level await", statement.cell)
     note_shells(draft)
     _note_hosted_paths(draft, {*before, *draft.kept(AFTER)})
 
@@ -47,21 +52,8 @@ def _note_hosted_paths(draft: Draft, places: set[int]) -> None:
 _STARTS = ("os.system", "os.popen", "input", "google.colab.files.upload")
 
 
-def _refuse_dependence(program: Program, places: set[int], what: str, left_out: Collection[ast.AST] = ()) -> None:
-    """Refuse what a script cannot do, such as using shell output or processes. `left_out`: calls that it does not
-    have."""
-    for place in sorted(places):
-        statement = program.statements[place]
-        for call in calls(statement.node):
-            if call not in left_out and (why := _dependence(program, call)):
-                raise Refusal("R4", f"{what} depend on {why}", statement.cell)
-        if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
-            raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
-
-
-def _dependence(program: Program, call: ast.Call) -> str | None:
-    """What a call depends on outside of the notebook, with the remedy; None if on nothing."""
-    name = program.dotted(call.func)
+def _dependence(name: str) -> str | None:
+    """What a call of this name depends on outside of the notebook, with the remedy; None if on nothing."""
     if name == "__shell__":
         return "the output of a shell command; write it into the cell"
     if name == "multiprocessing.cpu_count":

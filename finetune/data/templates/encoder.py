@@ -252,7 +252,9 @@ class Encoder:
             for (index, row), encoding, prompt in zip(members, encodings, before, strict=True):
                 ids = np.array(encoding.ids, dtype=np.int32)
                 if self._ends_once:
-                    ids = ids[: len(ids) - _added_at_the_end(encoding)]
+                    marks = reversed(encoding.special_tokens_mask)
+                    added_at_the_end = next((n for n, added in enumerate(marks) if not added), 0)
+                    ids = ids[: len(ids) - added_at_the_end]
                 labels = ids.copy() if self._markers is None else self._markers.labels(ids)
                 if row.supervised_from is not None and self._completion_only_loss is not False:
                     labels[: _common_prefix_length(prompt.ids, encoding.ids)] = IGNORE_INDEX
@@ -404,11 +406,6 @@ def _check_characters(text: str) -> None:
     except UnicodeEncodeError as error:
         half, before = text[error.start], text[max(0, error.start - 20) : error.start]
         raise RowError("not_text", f"half of a character, {half!a}, follows {before!r}") from None
-
-
-def _added_at_the_end(encoding: Encoding) -> int:
-    """Tokens that the tokenizer adds after a text."""
-    return next((n for n, added in enumerate(reversed(encoding.special_tokens_mask)) if not added), 0)
 
 
 def _common_prefix_length(ids: list[int], other_ids: list[int]) -> int:

@@ -103,7 +103,8 @@ class Markers:
                     found.append((start, index + 1))
                     start = None
                     continue
-                if self._turn_starts(ids, index):
+                opens = bool(self._opening) and _occurs(self._opening, ids, index)
+                if opens or ids[index] == self._bos or self._response.occurs(ids, index):
                     found.append((start, index))
                     start = None
                 elif self._instruction is not None and self._instruction.occurs(ids, index):
@@ -122,11 +123,6 @@ class Markers:
         for first, stop in self.spans(ids):
             labels[first:stop] = ids[first:stop]
         return labels
-
-    def _turn_starts(self, ids: np.ndarray, index: int) -> bool:
-        if ids[index] == self._bos or self._response.occurs(ids, index):
-            return True
-        return bool(self._opening) and _occurs(self._opening, ids, index)
 
 
 def _occurs(tokens: Sequence[int], ids: np.ndarray, index: int) -> bool:
@@ -199,11 +195,11 @@ def derive_markers(tokenizer: Tokenizer, template: str | None) -> tuple[str, str
     probe = _Probe(tokenizer, template)
     text = probe.render(_messages(_ANSWERS))
     before_answers, before_questions, tail = probe.between(text)
-    response = _shared_start([*before_answers, *probe.before_thoughts()], probe.tokens)
+    response = _shared([*before_answers, *probe.before_thoughts()], probe.tokens)
     candidates = [response, *before_questions]
     end = probe.end_of_question(response)
     response = response[len(end) :]
-    instruction = _shared_end(before_questions, probe.tokens)
+    instruction = _shared(before_questions, probe.tokens, -1)
     # gpt-oss ends earlier answers like questions, and the last one differently: only the last end is supervised.
     if tail.startswith(end):
         instruction = instruction.removeprefix(end)
@@ -261,7 +257,7 @@ class _Probe:
         """The part of `opening` that ends the question: what is rendered even without the generation prompt. Empty if
         the template has no generation prompt (Mistral: the end of the question starts the answer)."""
         prompted, unprompted = (self.render(_messages(_ANSWERS)[:-1], prompt=prompt) for prompt in (True, False))
-        end = _shared_start([unprompted.rpartition(_QUESTIONS[-1])[2], opening], self.tokens)
+        end = _shared([unprompted.rpartition(_QUESTIONS[-1])[2], opening], self.tokens)
         return end if prompted != unprompted and opening[len(end) :].strip() else ""
 
     def stripped(self, marker: str) -> str:
@@ -290,12 +286,8 @@ class _Probe:
         )
 
 
-def _shared_start(texts: Iterable[str], tokens: str) -> str:
-    """The common prefix of all texts, cut only between words, whitespace and special tokens."""
-    return "".join(commonprefix([re.split(rf"({tokens}|\s+)", text) for text in texts]))
-
-
-def _shared_end(texts: Iterable[str], tokens: str) -> str:
-    """The common suffix of all texts, cut only between words, whitespace and special tokens."""
-    parts = [re.split(rf"({tokens}|\s+)", text)[::-1] for text in texts]
-    return "".join(commonprefix(parts)[::-1])
+def _shared(texts: Iterable[str], tokens: str, step: int = 1) -> str:
+    """The common prefix of all texts, or with a step of -1 their common suffix, cut only between words, whitespace and
+    special tokens."""
+    parts = [re.split(rf"({tokens}|\s+)", text)[::step] for text in texts]
+    return "".join(commonprefix(parts)[::step])

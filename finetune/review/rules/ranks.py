@@ -91,13 +91,18 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     )
 
 
+_OF_THE_JOB = ("config.model", "config.lora", "config.data.max_length", "config.data.packing", "data_fingerprint")
+
+
 def scaling(run: Run, others: Sequence[Run]) -> tuple[Run, float, float] | None:
     """The one-GPU run to compare with, efficiency and speed-up; None if there is none."""
     world = run.world_size
     if world is None or world < 2:
         return None
     for one in others:
-        if one.world_size != 1 or one.hardware != run.hardware or not _same_job(one, run):
+        if one.world_size != 1 or one.hardware != run.hardware or one.foreign:
+            continue
+        if any(one.at(key) != run.at(key) for key in _OF_THE_JOB):
             continue
         for name in ("rows_per_second", "tokens_total", "tokens_per_gpu"):
             mine, single = run.typical(name), one.typical(name)
@@ -105,11 +110,6 @@ def scaling(run: Run, others: Sequence[Run]) -> tuple[Run, float, float] | None:
                 speed_up = mine / single * (world if name == "tokens_per_gpu" else 1)
                 return one, speed_up / world, speed_up
     return None
-
-
-def _same_job(one: Run, other: Run) -> bool:
-    keys = ("config.model", "config.lora", "config.data.max_length", "config.data.packing", "data_fingerprint")
-    return all(one.at(key) == other.at(key) for key in keys) and not one.foreign
 
 
 def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:

@@ -335,7 +335,7 @@ def test_a_full_or_read_only_cache_disk(tmp_path: Path, tokenizer: Any, train: P
         if kind == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
         extra = ("--data.cache_dir", str(mount / "c"))
-        with pytest.raises((RunError, UserError), match="No space left" if kind == "full" else "read-only file system"):
+        with pytest.raises((RunError, UserError), match="No space left" if kind == "full" else "Read-only file system"):
             prepared(tmp_path, tokenizer, tiny.make_rows(tmp_path / "big.jsonl", 400), *extra)
         assert not list(mount.glob("c/*/"))
     finally:
