@@ -15,6 +15,7 @@ from finetune.text import counted
 # What makes a run worthless comes before what makes it slow, whatever its cost in time.
 FIRST = ("hang", "not-finite", "diverging", "frozen", "answers", "leak")
 FEWEST_STEPS = 5  # the first of a run compiles and allocates
+BY_TURNS = 0.05  # of a step, that ranks wait for the slowest, although none is slow throughout
 LOW_MFU = 0.15  # records: 0.4 to 0.7 for 1.2 B and 8 B on H100s; 0.2 with CUDA graphs for SmolLM2, 0.07 without
 
 
@@ -108,6 +109,10 @@ def _unlimited(run: Run) -> Half:
     if (mfu := shares["MFU"]) is not None and mfu < LOW_MFU:
         without = f" (CUDA graphs: {why})" if (why := speed.without_graphs(run)) else ""
         text = f"MFU is {percent(mfu)}, and no rule says why: kernels may be short, or launched too slowly{without}."
+        if run.at("cuda_graphs.used") is True:
+            text = f"MFU is {percent(mfu)}: kernels are short. More rows per pass, or fewer GPUs, use each GPU better."
+        if (waiting := run.typical("lost_to_slowest") or 0.0) >= BY_TURNS:
+            text += f" Ranks that are slower by turns cost {percent(waiting)} of the time."
         return Half("Speed", text, "unknown", "low")
     confidence = "high" if timing.records_of(run) >= 5 and len(shown) > 1 else "medium"
     return Half("Speed", f"nothing limits it: {', '.join(shown[:2])}.", "good", confidence)

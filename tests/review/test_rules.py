@@ -524,12 +524,18 @@ def test_the_verdict_has_two_halves_with_two_numbers_and_a_confidence() -> None:
 
 
 def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
-    """0.07 without CUDA graphs, 0.2 with: no rule has more to say of SmolLM2's short kernels."""
+    """0.07 without CUDA graphs, 0.2 with, 0.13 with on four GPUs: no rule has more to say of SmolLM2's kernels."""
     unused = {"cuda_graphs": {"used": False, "reason": "rows are not packed"}}
     slow = run(series=trained(3.0, 1.0) | {"mfu": ([10, 20, 30], [0.07] * 3)}, record=unused)
     level, text, _ = halves(slow)[1]
     assert level == "unknown" and text.startswith("Speed: MFU is 7.0 %, and no rule says why")
     assert text.endswith("(CUDA graphs: rows are not packed).")
+    used = {"cuda_graphs": {"used": True, "reason": "faster, with the same results"}}
+    waits = {"mfu": ([10, 20, 30], [0.13] * 3), "lost_to_slowest": ([10, 20, 30], [0.1] * 3)}
+    assert halves(run(series=trained(3.0, 1.0) | waits, record=used))[1][1] == (
+        "Speed: MFU is 13 %: kernels are short. More rows per pass, or fewer GPUs, use each GPU better. Ranks that are "
+        "slower by turns cost 10 % of the time."
+    )
     fast = run(series=trained(3.0, 1.0) | {"mfu": ([10, 20, 30], [0.2] * 3)})
     assert halves(fast)[1][1].startswith("Speed: nothing limits it: MFU 20 %")
 
