@@ -12,9 +12,11 @@ from finetune.runtime import scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options
 from finetune.runtime.types import ScriptTrainer, Tokenizer
+from finetune.text import counted
 
 if TYPE_CHECKING:
     from finetune.data.layout import Layout
+    from finetune.data.plan import Plan
     from finetune.data.prepare import Data
 
 PURPOSE = (
@@ -30,13 +32,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def own_options() -> Options:
     """The options of this command."""
-    return Options("prepare", PURPOSE, notes=NOTES, usage="[--json PATH]", script=True)
+    options = Options("prepare", PURPOSE, notes=NOTES, usage="[--step N] [--json PATH]", script=True)
+    options.add("--step", int, "N", "also print the rows of this step; with the run.yaml of a run, of that run")
+    return options
 
 
 def _run(argv: list[str]) -> int:
     options, rest, script = own_options().split_script(argv)
     if not script:
-        return run(load_config(rest, command="prepare"), options.json)
+        return run(load_config(rest, command="prepare"), options.json, options.step)
     began = time.perf_counter()
 
     def from_trainer(trainer: ScriptTrainer) -> int:
@@ -46,21 +50,24 @@ def _run(argv: list[str]) -> int:
         layouts = {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
         show(job.data, {"train": job.layout, **layouts}, job.tokenizer, began, options.json)
         print_line(f"Packs: {job.layouts.proof or f'none, {job.unpacked_because}'}")
+        if options.step is not None:
+            show_step(options.step, job.plan(), job.layout, job.tokenizer)
         return DONE
 
     return scripts.run(script, scripts.Answer(trainer=from_trainer))
 
 
-def run(config: Config, json: Path | None = None) -> int:
+def run(config: Config, json: Path | None = None, step: int | None = None) -> int:
     """Prepare the data and print a summary.
 
     Args:
         json: where the result goes.
+        step: whose rows are printed as well, from 1.
 
     Raises:
         UserError: the configuration names no data, or the data is unusable.
     """
-    from finetune.engine.job import lay_out_split, read_rows
+    from finetune.engine.job import lay_out_split, plan_of, read_rows
     from finetune.engine.session import opening
     from finetune.errors import UserError
     from finetune.runtime import bootstrap
@@ -73,6 +80,11 @@ def run(config: Config, json: Path | None = None) -> int:
         opening.check_files(config)
     else:
         opening.check_present(config)
+    if step is not None and config.training.global_batch_size is None:
+        raise UserError(
+            "--step needs the number of rows of a step: give the run.yaml of the run (finetune prepare RUN/run.yaml "
+            "--step N), or set training.global_batch_size."
+        )
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
     tokenizer, data = read_rows(config)
@@ -83,6 +95,8 @@ def run(config: Config, json: Path | None = None) -> int:
         print_line(
             "Packs are laid out again as padded rows if a run finds that its model lets documents reach each other"
         )
+    if step is not None and (rows := config.training.global_batch_size) is not None:
+        show_step(step, plan_of(config, data, layouts["train"], rows), layouts["train"], tokenizer)
     return DONE
 
 
@@ -117,6 +131,24 @@ def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began:
             {"fingerprint": data.fingerprint, "cached": data.cached, "folder": data.folder, "format": data.format}
             | {"ledger": ledgers, "seconds": seconds},
         )
+
+
+def show_step(step: int, plan: Plan, layout: Layout, tokenizer: Tokenizer) -> None:
+    """Print the documents of a step of the run, which counts from 1.
+
+    Raises:
+        UserError: there is no such step.
+    """
+    from finetune.data.templates.encoder import Encoded, preview
+    from finetune.errors import UserError
+
+    if step < 1:
+        raise UserError(f"--step is {step}. Steps count from 1.")
+    epoch, place = divmod(step - 1, plan.steps_per_epoch)
+    documents = [one for row in plan.step_rows(epoch, place) for one in layout[int(row)]]
+    print_line(f"Step {step}, in epoch {epoch + 1}: {counted(len(documents), 'document')}")
+    for ids, labels in documents:
+        print_line(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal))
 
 
 if __name__ == "__main__":

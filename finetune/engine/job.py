@@ -131,15 +131,23 @@ class Job:
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
-        return (SequentialPlan if self.layouts.in_order else Plan)(
-            costs=self.layout.packs.costs(self.size.hidden),
-            label_tokens=self.layout.label_tokens,
-            global_batch_size=self.batch.global_batch_size,
-            seed=self.config.training.seed,
-            fingerprint=self.data.order_key,
-            lengths=self.layout.padded_lengths,
-            group_by_length=self.config.training.train_sampling_strategy == "group_by_length",
-        )
+        given = self.config, self.data, self.layout, self.batch.global_batch_size, self.size.hidden
+        return plan_of(*given, in_order=self.layouts.in_order)
+
+
+def plan_of(
+    config: Config, data: Data, layout: Layout, global_batch_size: int, hidden: int = 1, *, in_order: bool = False
+) -> Plan:
+    """The order of training rows in global steps. How ranks share a step depends on `hidden`, the model's width."""
+    return (SequentialPlan if in_order else Plan)(
+        costs=layout.packs.costs(hidden),
+        label_tokens=layout.label_tokens,
+        global_batch_size=global_batch_size,
+        seed=config.training.seed,
+        fingerprint=data.order_key,
+        lengths=layout.padded_lengths,
+        group_by_length=config.training.train_sampling_strategy == "group_by_length",
+    )
 
 
 def assemble(
