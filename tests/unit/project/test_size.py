@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 # part: (most lines, most files). The files directly in finetune/ are the part `finetune/*`.
 MOST = {
     "benchmarks": (7180, 36),
-    "finetune/*": (1178, 12),
+    "finetune/*": (1198, 12),
     "finetune/advise": (805, 8),
     "finetune/bench": (518, 7),
     "finetune/chat": (1069, 8),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50050, 396),
+    "tests": (50060, 397),
 }
-TOTAL = (55620, 331)  # of the parts of finetune/ together
+TOTAL = (55625, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
