@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from finetune.errors import UserError
+from finetune.runtime.files import checksum_of_json
 from tests.helpers.drop_in import TEXTS, WARNINGS, dataset, losses
 
 pytestmark = WARNINGS
@@ -28,7 +29,8 @@ def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[
     content = json.loads(manifest.read_text())
     del content["checksum"]
     assert content["batch"] == {"per_device": 4, "global_batch_size": 8, "world_size": 1}
-    manifest.write_text(json.dumps(content | {"batch": content["batch"] | {"world_size": 2}}))
+    content["batch"]["world_size"] = 2
+    manifest.write_text(json.dumps(content | {"checksum": checksum_of_json(content)}))
     resumed = make()
     assert resumed.plan.global_batch_size == 4
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
