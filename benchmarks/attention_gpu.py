@@ -11,6 +11,7 @@ can: if it is slower than the first, or its last loss is higher, by more than LI
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -90,7 +91,7 @@ def kernels() -> dict[str, Any]:
             heads=heads, key_value_heads=keys, head_dim=dim, lengths=lengths, dtype=torch.bfloat16
         )
         choice = attention.choose("auto", shapes, "cuda")
-        found[name] = choice.to_dict() | {"seconds": time.perf_counter() - began}
+        found[name] = dataclasses.asdict(choice) | {"seconds": time.perf_counter() - began}
         began = time.perf_counter()
     return {"shapes": found, "from_float64": {str(on): from_float64(on) for on in (False, True)}}
 

@@ -96,33 +96,36 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     import torch
 
     from finetune.engine.kernels import fused_lora
-    from finetune.engine.kernels.fused_lora import add_term
     from finetune.engine.kernels.low_rank import LowRankTerm
 
     gate, up, dh = (torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    terms = [
-        LowRankTerm(
-            *(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((tokens, rank), (rank, inner))), 0.1
-        )
-        for _ in range(3)
-    ]
-    down = torch.randn(rank, inner, device="cuda", dtype=torch.bfloat16)
-    gate_kept, up_kept = add_term(gate, terms[0]), add_term(up, terms[1])  # by the forward pass
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+    first, second, third = terms = [LowRankTerm(random(tokens, rank), random(rank, inner), 0.1) for _ in range(3)]
+    down = random(rank, inner)
+
+    def added(y: torch.Tensor, term: LowRankTerm) -> torch.Tensor:
+        return fused_lora.add_term(y, term, y.dtype)
+
+    gate_kept, up_kept = added(gate, first), added(up, second)  # by the forward pass
 
     def forward() -> list[Any]:
-        return list(fused_lora.silu_and_multiply(gate, up, *terms[:2], down))
+        h, _, product = fused_lora.silu_and_multiply(gate, up, first, second, down)
+        return [h, product]
 
     def forward_separate() -> list[Any]:
-        h, _ = fused_lora.silu_and_multiply(add_term(gate, terms[0]), add_term(up, terms[1]))
+        h = fused_lora.silu_and_multiply(added(gate, first), added(up, second))[0]
         return [h, h @ down.t()]
 
     def backward() -> list[Any]:
-        dgate, dup, products = fused_lora.silu_and_multiply_backward(gate, up, dh, *terms)
+        dgate, dup, products = fused_lora.silu_and_multiply_backward(gate, up, dh, first, second, third)
         return [dgate, dup, *products]
 
     def backward_separate() -> list[Any]:
-        h, _ = fused_lora.silu_and_multiply(gate_kept, up_kept)
-        dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate_kept, up_kept, add_term(dh, terms[2]))
+        h = fused_lora.silu_and_multiply(gate_kept, up_kept)[0]
+        dgate, dup, _ = fused_lora.silu_and_multiply_backward(gate_kept, up_kept, added(dh, third))
         products = [dgate.t() @ terms[0].left, dup.t() @ terms[1].left, terms[2].left.t() @ h]
         return [dgate, dup, *(0.1 * one for one in products)]
 

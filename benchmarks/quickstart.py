@@ -30,6 +30,7 @@ MOST_LINES = 40  # of one command's output
 SETTINGS = "--training.max_steps 260 --training.learning_rate 2e-3 --training.global_batch_size 64"
 INIT = "finetune init my.yaml --model my-model --data rows.jsonl --method full --output-dir outputs/my-model"
 LLAMA_CPP = "llama.cpp"  # in the working folder
+TURN_START = "<|im_start|>"  # of the demo's chat template
 INTRODUCTION = """# Quickstart
 
 A session on a CPU, as `python -m benchmarks.quickstart` ran it: write a configuration, train, talk to the result,
@@ -117,9 +118,10 @@ def write_model(folder: Path, source: Path, texts: list[str]) -> None:
     """The demo's model with random weights, and a SentencePiece tokenizer trained on `texts`."""
     import sentencepiece
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
-    names = {"bos": demo.END_OF_TEXT, "eos": demo.TURN_END, "pad": demo.PAD, "unk": "<unk>"}
+    own = AutoTokenizer.from_pretrained(source)
+    names = {"bos": own.bos_token, "eos": own.eos_token, "pad": own.pad_token, "unk": "<unk>"}
     pieces: dict[str, Any] = {f"{name}_piece": text for name, text in names.items()}
     pieces |= {f"{name}_id": place for place, name in enumerate(("unk", "bos", "eos", "pad"))}
     file = io.BytesIO()
@@ -132,7 +134,7 @@ def write_model(folder: Path, source: Path, texts: list[str]) -> None:
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
-        control_symbols=[demo.TURN_START],
+        control_symbols=[TURN_START],
         minloglevel=2,
         **pieces,
     )
@@ -140,12 +142,12 @@ def write_model(folder: Path, source: Path, texts: list[str]) -> None:
     (folder / "tokenizer.model").write_bytes(file.getvalue())
     tokenizer = LlamaTokenizer.from_pretrained(
         folder,
-        additional_special_tokens=[demo.TURN_START],
+        additional_special_tokens=[TURN_START],
         add_prefix_space=False,
         model_max_length=256,
         **{f"{name}_token": text for name, text in names.items()},
     )
-    tokenizer.chat_template = demo.CHAT_TEMPLATE
+    tokenizer.chat_template = own.chat_template
     tokenizer.save_pretrained(folder)
     config = LlamaConfig.from_pretrained(source)
     config.vocab_size = len(tokenizer)
