@@ -4,8 +4,10 @@ speed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from finetune.review.finding import Finding, number, percent
 from finetune.review.rules import LEARNING, RULES, curve, learning, speed, timing
@@ -15,6 +17,7 @@ from finetune.text import counted
 # What makes a run worthless comes before what makes it slow, whatever its cost in time.
 FIRST = ("hang", "not-finite", "diverging", "frozen", "answers", "leak")
 FEWEST_STEPS = 5  # the first of a run compiles and allocates
+SHARED = 0.1  # of the records that have samples of the GPUs
 BY_TURNS = 0.05  # of a step, that ranks wait for the slowest, although none is slow throughout
 LOW_MFU = 0.15  # records: 0.4 to 0.7 for 1.2 B and 8 B on H100s; 0.2 with CUDA graphs for SmolLM2, 0.07 without
 
@@ -50,7 +53,18 @@ def verdict(run: Run, found: Sequence[Finding]) -> tuple[Half, Half]:
     mine = [one for one in found if one.rule in LEARNING]
     other = [one for one in found if one.rule not in LEARNING]
     learns = _severest("Learning", mine) or _failed(run, found) or _learned(run)
-    return learns, _severest("Speed", other) or _unlimited(run)
+    speed = _severest("Speed", other) or _unlimited(run)
+    if shared := _shared(run):
+        speed = replace(speed, sentence=f"{speed.sentence} {shared}")
+    return learns, speed
+
+
+def _shared(run: Run) -> str:
+    """That other processes computed on the run's GPUs, which its figures do not tell apart."""
+    others = run.ranks.column("gpu_other_processes") if run.ranks is not None else np.zeros((0, 0))
+    known = others[np.isfinite(others).any(axis=1)]
+    share = float((known > 0).any(axis=1).mean()) if len(known) else 0.0
+    return f"Other processes were on its GPUs in {percent(share)} of the samples." if share >= SHARED else ""
 
 
 def _severest(name: str, found: Sequence[Finding]) -> Half | None:
@@ -69,8 +83,7 @@ def _failed(run: Run, found: Sequence[Finding]) -> Half | None:
 
 
 def _learned(run: Run) -> Half:
-    """Good if the held-out loss has fallen, or, without held-out rows, the training loss; of a short run beyond
-    doubt."""
+    """Good if the held-out loss has fallen; of a short run beyond doubt. The training loss alone does not show it."""
     series, losses = next(iter(learning.held_out(run).values()), None), learning.losses(run).values
     few = f"{counted(len(losses), 'logged loss', 'logged losses')}, too few to judge (at least {learning.FEWEST})"
     short = len(losses) < learning.FEWEST
@@ -87,7 +100,7 @@ def _learned(run: Run) -> Half:
     first, last = curve.level(losses, 0, 0.1), curve.level(losses, 0.9, 1)
     text = f"training loss {number(first)} -> {number(last)}"
     if first - last > 2 * curve.error_of_difference(losses, 0.1):
-        return Half("Learning", f"{text}; {missing} to check it on.", "good", "medium")
+        return Half("Learning", f"{text}; {missing} to check it on.", "unknown", "medium")
     return Half("Learning", f"{text}, which is within its noise; {missing}.", "unknown", "low")
 
 

@@ -540,10 +540,16 @@ def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
     assert halves(fast)[1][1].startswith("Speed: nothing limits it: MFU 20 %")
 
 
+def test_other_processes_on_the_gpus_are_named() -> None:
+    alone, shared = (synthetic.lines(gpu_of={1: {"other_processes": count}}) for count in (0, 2))
+    said = "Other processes were on its GPUs in 100 % of the samples."
+    assert halves(run(ranks=shared))[1][1].endswith(said) and said not in halves(run(ranks=alone))[1][1]
+
+
 @pytest.mark.parametrize(
     ("more", "level", "expected"),
     [
-        ({}, "good", "training loss 2.371 -> 1.003; no held-out rows to check it on."),
+        ({}, "unknown", "training loss 2.371 -> 1.003; no held-out rows to check it on."),
         ({"loss": [3.0] * 40}, "unknown", "training loss 3 -> 3, which is within its noise; no held-out rows."),
         ({"loss": [3.0, 2.0]}, "unknown",
          "2 logged losses, too few to judge (at least 15), and no held-out rows."),
@@ -556,7 +562,7 @@ def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
         ({"loss": [1.4], "series": {"eval_loss": ([0], [1.513])},  # most of its events are lost
           "record": {"steps": 16, "eval_loss_before": 1.513, "eval_loss_after": 9.002}}, "warning",
          "The run made the model worse: held-out loss 1.513 before training, 9.002 after training."),
-        ({"series": evaluation(2.0)}, "good", "training loss 2.371 -> 1.003; no second held-out loss to check it on."),
+        ({"series": evaluation(2.0)}, "unknown", "training loss 2.371 -> 1.003; no second held-out loss to check it on."),
         ({"series": trained(3.0, 3.01)}, "unknown", "held-out loss 3 -> 3.01; it did not fall."),
         ({"record": {"status": "failed", "error": "Out of memory."}}, "warning",
          "the run failed: Out of memory. No rule found a cause."),

@@ -266,7 +266,7 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline=headline,
         figures=figures,
         evidence=" ".join(sentences),
-        advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); training.warmup_steps: {max(total // 20, 10)}"
+        advice=f"{lower_rate(run)} or lower ({usual_rates(run)}); training.warmup_steps: {max(total // 20, 1)}"
         + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
         gain=f"a model that is better than before training, and the {counted(total - step, 'step')} since step {step}",
         lost=(total - step) / max(total, 1),
@@ -466,8 +466,10 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         figures=(f"held-out loss {number(end)} at the end", f"{number(least)} at step {best}"),
         evidence=f"The {found.loss} was lowest at step {best}, {number(least)}, and is "
         f"{end / max(least, 1e-12):.2f} times that (threshold {HELD_OUT}), while the training loss fell from "
-        f"{number(then)} to {number(now)}.",
-        advice=f"training.max_steps: {max(best, 1)}" + (f"; use {checkpoint}" if checkpoint else "; save_steps there"),
+        f"{number(then)} to {number(now)}."
+        + (" No held-out answer is right." if run.number("exact_match_after") == 0 else ""),
+        advice="more, or more varied, rows; else "
+        + (f"take {checkpoint}" if checkpoint else f"training.max_steps: {max(best, 1)}"),
         gain=f"{percent(1 - least / end)} lower held-out loss, {counted(total - best, 'step')} saved",
         lost=(total - best) / max(total, 1),
         confidence="high" if end >= 1.05 * least else "medium",
