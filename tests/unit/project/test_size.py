@@ -34,13 +34,13 @@ MOST = {
     "finetune/init": (522, 5),
     "finetune/measure": (3800, 19),
     "finetune/parity": (472, 4),
-    "finetune/review": (4385, 28),
+    "finetune/review": (4391, 28),
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
     "tests": (50060, 397),
 }
-TOTAL = (55625, 331)  # of the parts of finetune/ together
+TOTAL = (55640, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
