@@ -562,7 +562,8 @@ def test_other_processes_on_the_gpus_are_named() -> None:
         ({"loss": [1.4], "series": {"eval_loss": ([0], [1.513])},  # most of its events are lost
           "record": {"steps": 16, "eval_loss_before": 1.513, "eval_loss_after": 9.002}}, "warning",
          "The run made the model worse: held-out loss 1.513 before training, 9.002 after training."),
-        ({"series": evaluation(2.0)}, "unknown", "training loss 2.371 -> 1.003; no second held-out loss to check it on."),
+        ({"series": evaluation(2.0)}, "unknown",
+         "training loss 2.371 -> 1.003; no second held-out loss to check it on."),
         ({"series": trained(3.0, 3.01)}, "unknown", "held-out loss 3 -> 3.01; it did not fall."),
         ({"record": {"status": "failed", "error": "Out of memory."}}, "warning",
          "the run failed: Out of memory. No rule found a cause."),
