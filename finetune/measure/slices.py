@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from finetune.config import Config
+from finetune.engine.optimizer import state_bytes
 from finetune.measure import held, measurements
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work
@@ -82,6 +83,7 @@ class Sharded:
     activation_bytes:   of all layers, on the longest rows
     fixed_bytes:        activations outside the layers, the loss among them, or what a layer's backward pass needs for
                         a moment if that is more
+    adapter_bytes:      of an adapter's weights, gradients and optimizer state, of all layers; 0 without one
     layer_bytes:        activations of one layer if nothing is recomputed; None if not known
     reduces_once:       whether accumulated gradients are reduced in a step's last pass only
     """
@@ -92,6 +94,7 @@ class Sharded:
     stored: held.Storage
     activation_bytes: float
     fixed_bytes: float
+    adapter_bytes: float
     layer_bytes: float | None
     reduces_once: bool
 
@@ -102,7 +105,7 @@ class Sharded:
     @classmethod
     def from_dict(cls, content: JsonObject) -> Sharded:
         """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
-        names = ("layers", "activation_bytes", "fixed_bytes", "layer_bytes", "reduces_once")
+        names = ("layers", "activation_bytes", "fixed_bytes", "adapter_bytes", "layer_bytes", "reduces_once")
         return cls(
             whole=Measurement.from_dict(content["whole"]),
             sizes=held.Sizes(**content["sizes"]),
@@ -116,7 +119,7 @@ class Sharded:
         layers; the backward pass of the last layer, with what it recomputes and gradients of about the same size; and
         the reduction of the root, when there are no activations left."""
         own = held.rank_bytes(self.sizes, world_size, self.stored)
-        kept = float(own.kept)
+        kept = own.kept + self.adapter_bytes / world_size
         accumulates = self.whole.work(world_size, 0.0).accumulation > 1
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
             kept += GRADIENT_BYTES * self.sizes.total
@@ -198,13 +201,19 @@ def from_slices(
     kept = stored.kept(weights - sizes.outside, sizes.outside)
     if stored.gathered is not None:  # on one device autocast also keeps all weights in that type
         kept += stored.gathered * weights
+    whole = extrapolate(few, more, slices, layers, str(config.model.model_name_or_path))
+    # Adapters are trained in float32, on any base.
+    state = state_bytes.state_bytes_per_weight(config.training.optim, 4)
+    adapter = 0.0 if stored.full else state_bytes.held_per_weight(4, state)
+    kept += more.trainable_parameters * adapter
     return Sharded(
-        whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
+        whole=whole,
         layers=layers,
         sizes=sizes,
         stored=stored,
         activation_bytes=layers * layer,
         fixed_bytes=max(more.peak_memory_bytes - kept - slices[1] * layer, 0.0),
+        adapter_bytes=whole.trainable_parameters * adapter,
         layer_bytes=of_a_layer,
         reduces_once=reduces_once,
     )

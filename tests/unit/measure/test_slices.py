@@ -224,6 +224,7 @@ def sharded(**changed: Any) -> slices.Sharded:
         stored=held.Storage(layer=2, outside=2, full=True, state=4),
         activation_bytes=900.0,
         fixed_bytes=70.0,
+        adapter_bytes=0.0,
         layer_bytes=10.0,
         reduces_once=False,
     )
@@ -246,6 +247,7 @@ def test_memory_of_a_rank() -> None:
     assert one.peak_bytes(2) == 1100 * 2 * 4 / 2 + 300 * 2 + 700 * 2 + 400 * 4 + 200 * (4 + 2)
     frozen = sharded(stored=held.Storage(layer=2, outside=2, full=False, state=0))
     assert frozen.peak_bytes(2) == 440 * 2 / 2 + gathered + 900 + 70
+    assert replace(frozen, adapter_bytes=48.0).peak_bytes(2) == frozen.peak_bytes(2) + 24
     # Float32 weights that are gathered in bfloat16, with gradients in bfloat16 until they are reduced in float32.
     wide = held.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
     layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * 4 + 900 + 2 * 10
@@ -348,7 +350,13 @@ def test_activations_come_from_what_is_saved() -> None:
     assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
     assert found.layer_bytes == 150
     full = slices.from_slices(measured(2), measured(4), [50, 90], [150, None], (2, 4), 32, config, sizes, True)
-    assert full.layer_bytes is None
+    assert full.layer_bytes is None and full.adapter_bytes == 0
+    # A LoRA: 4 bytes of weight, 4 of gradient and 8 of AdamW's states, of the slice's layers and of all.
+    frozen = replace(config, model=replace(config.model, full_finetuning=False))
+    few, more = (replace(measured(layers), trainable_parameters=3 * layers) for layers in (2, 4))
+    lora = slices.from_slices(few, more, [50, 90], [150, 450], (2, 4), 32, frozen, sizes, True)
+    assert lora.adapter_bytes == 16 * 3 * 32
+    assert lora.fixed_bytes == more.peak_memory_bytes - (4 * 10 + 40) * 2 - 4 * 20 - 16 * 3 * 4
 
 
 # Total, layer, head; activations and loss as a dry run on an H200 measured them, GiB; peak of two H200s with two
