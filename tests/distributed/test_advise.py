@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.advise import launch as plan
+from finetune.advise import machine
 from finetune.runtime.machine.hardware import survey
 from tests.helpers import launch
 
@@ -40,7 +40,7 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
     assert not out.exists()
 
     # What is printed for two ranks is scored from one device and the all-reduce.
-    words = shlex.split(plan.plan(2, survey(), job).line)
+    words = shlex.split(machine.launch(2, survey(), job)[1])
     launcher = ["torchrun", "--standalone", "--nproc_per_node", "2", "-m", "finetune.train"]
     assert words[: len(launcher)] == launcher
     done = launch.run("2 ranks", words[len(launcher) :], cache=tmp_path)
@@ -73,7 +73,8 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
     write_json(file, {"world_size": 2, "reason": "the test says so", "when": "today", "environment": {}})
     done = launch.run("python", [*job, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "training.strategy auto: 2 ranks, because the test says so" in " ".join(done.stdout.split())
+    said = "training.strategy auto: 2 ranks, because `finetune advise` has measured the job (today): the test says so"
+    assert said in " ".join(done.stdout.split())
     run = launch.read(tmp_path / "out")
     assert run["world_size"] == 2 and run["status"] == "done"
     assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]

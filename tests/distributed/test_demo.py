@@ -24,6 +24,7 @@ def test_the_demo_learns_its_task(tmp_path: Path) -> None:
     assert run["exact_match_after"] >= 0.9
 
 
+@pytest.mark.timeout(1800)  # 4 to 10 minutes on a busy machine
 @pytest.mark.campaign
 def test_the_pretrained_demo_learns_its_task(tmp_path: Path) -> None:
     try:

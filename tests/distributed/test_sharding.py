@@ -295,7 +295,7 @@ def test_lora_and_its_checkpoints_do_not_depend_on_sharding(tiny_model: Path, ti
     assert sharded["sharding"]["units"] == 2 + 2 and sharded["sharding"]["sharded_fraction"] == 1.0
     adapter = load_file(two / "checkpoint-6" / "adapter_model.safetensors")
     assert all(bool(value.abs().sum(-1).all()) for key, value in adapter.items() if "lora_B" in key)
-    again = resumed("2 ranks", [*words, *SHARD], two, tmp_path / "again", tmp_path)
+    again = resumed("2 ranks", [*words, *SHARD, *every], two, tmp_path / "again", tmp_path)
     assert again["losses"] == sharded["losses"][3:] and apart(two, tmp_path / "again") < 1e-6
 
 

@@ -104,6 +104,14 @@ def _check_names(model: Model, config: Config, targets: Sequence[str] | str | No
     if missing and (given is not None or len(missing) == len(matched)):
         raise UserError(_missing_message("lora.target_modules", missing, linear, what))
     _check_kinds(model, matched, backend, has_experts=bool(stacked))
+    in_full = [module for name, module in modules.items() if expert_targets.matches(saved)(name)]
+    beneath = {id(part) for module in in_full for part in module.modules()}
+    found = [module for one in matched.values() for module in one]
+    if found and all(id(module) in beneath for module in found):
+        raise UserError(
+            f"lora.modules_to_save trains all of lora.target_modules in full ({', '.join(saved)}), so nothing is left "
+            "for an adapter. Remove one of them, or set model.full_finetuning."
+        )
 
 
 def _check_kinds(model: Model, matched: dict[str, list[torch.nn.Module]], backend: str, *, has_experts: bool) -> None:

@@ -68,8 +68,10 @@ def print_introduction(job: Job, start: StartPoint) -> None:
     )
     if (covered := adapter_coverage.coverage(job.model)) is not None:
         print_line(covered.summary)
-        if covered.warning is not None:
-            print_line(f"warning: {covered.warning}", style="yellow")
+        if (bare := covered.warning) is not None:
+            if config.lora.continue_adapter:  # it keeps its layers
+                bare = f"{bare.partition(' To train them')[0]} The adapter that is continued was created without them."
+            print_line(f"warning: {bare}", style="yellow")
     if (missing := _missing_exports(job)) is not None:
         print_line(f"warning: {missing}", style="yellow")
     if job.unpacked_because:

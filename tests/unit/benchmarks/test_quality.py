@@ -171,6 +171,7 @@ def test_a_converted_model_is_a_plain_folder(tmp_path: Path, monkeypatch: pytest
     assert ids == (found.eos_token_id, found.pad_token_id)
 
 
+@pytest.mark.timeout(1800)  # 4 to 10 minutes on a busy machine
 @pytest.mark.campaign
 @pytest.mark.process
 def test_a_few_steps_learn_as_with_trl(tmp_path: Path) -> None:
