@@ -283,8 +283,9 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _prepare_inputs(self, inputs: JsonObject) -> JsonObject:
         """Move a micro-batch to the device without blocking; transformers' method blocks on each tensor."""
-        if self.stack.backend == "unsloth" and self.stack.device == "cuda" and self.context.size == 1:
-            inputs = {**inputs, PREDICTING: predicting(inputs["labels"]).pin_memory()}
+        labels, asks = inputs.get("labels"), self.stack.backend == "unsloth" and self.stack.device == "cuda"
+        if asks and labels is not None and not labels.is_cuda and self.context.size == 1:
+            inputs = {**inputs, PREDICTING: predicting(labels).pin_memory()}
         return to_device(inputs, self.args.device, self._of_pack)
 
     def get_batch_samples(
