@@ -21,6 +21,7 @@ NOT_FINITE = "not finite"
 NO_EVALUATION = "no evaluation"
 STYLES = {"warning": "bold yellow", "note": "bold", "good": "bold green", "unknown": "bold dim"}  # of a verdict
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
+WIDEST, WIDEST_VALUE = 36, 16  # characters: of the first column, and of the others' words, that are not broken
 PARTS = {
     "step_seconds": "step time",
     "peak_memory_gib": "peak memory",
@@ -100,16 +101,33 @@ def _show_findings(one: Reviewed, console: Console) -> None:
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where its columns do not fit side by side, several, each with the first column."""
+    if not rows:
+        return
+    cells = [*zip(columns, *rows, strict=True)]
+    words = [max((len(word) for cell in column for word in cell.split()), default=1) for column in cells[1:]]
+    least = [min(max(map(len, cells[0])), WIDEST), *(min(word, WIDEST_VALUE) for word in words)]
+    parts = [[0]]
+    for place in range(1, len(cells)):
+        if len(parts[-1]) > 1 and sum(least[one] + 3 for one in (*parts[-1], place)) >= console.width:
+            parts.append([0])
+        parts[-1].append(place)
+    for part in parts:
+        _print_columns(console, title, [cells[one] for one in part], [least[one] for one in part])
+
+
+def _print_columns(console: Console, title: str, columns: Sequence[Sequence[str]], least: Sequence[int]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    if not rows:
-        return
+    left = console.width - 1 - sum(width + 3 for width in least)  # for cells of several words
     table = Table(title=Text(title), title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if place else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    for place, (column, width) in enumerate(zip(columns, least, strict=True)):
+        more = max(min(max(map(len, column)) - width, left), 0)
+        left -= more
+        table.add_column(Text(column[0]), justify="right" if place else "left", overflow="fold", width=width + more)
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
     console.print(table)
 
 

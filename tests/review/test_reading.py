@@ -346,6 +346,21 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
+def test_columns_that_do_not_fit_are_in_a_further_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns, no word is broken and nothing is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in "abcdef":
+        make_run(tmp_path / name, record={"config": {"data": {"train_file": f"{name * 30}.jsonl"}}})
+    assert command.main([str(tmp_path / name) for name in "abcdef"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line for line in lines if line.startswith(("│", "┃"))]
+    assert tables and max(map(len, tables)) <= 80
+    for words, times in (("no evaluation", 6), ("training loss, last tenth", 2), ("data.train_file", 2)):
+        assert sum(line.count(words) for line in tables) == times, words
+
+
 def test_runs_of_a_folder_are_in_the_order_of_the_review_tab(tmp_path: Path) -> None:
     for name, written in (("a", 100), ("b", 300), ("c", 200)):
         for path in make_run(tmp_path / name).rglob("*"):
