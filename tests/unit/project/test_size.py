@@ -29,18 +29,18 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15762, 103),
+    "finetune/engine": (15763, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
     "finetune/measure": (3777, 19),
     "finetune/parity": (472, 4),
-    "finetune/review": (4391, 28),
+    "finetune/review": (4409, 28),
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50075, 397),
+    "tests": (50090, 397),
 }
-TOTAL = (55660, 331)  # of the parts of finetune/ together
+TOTAL = (55680, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
