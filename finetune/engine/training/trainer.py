@@ -733,6 +733,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _train_to_end(self, **kwargs: Any) -> Any:
         self.set_recomputation(self.recomputation)
+        self._trained = None  # a script may have frozen or unfrozen weights since
         with self.until_end:
             output = super().train(**kwargs)
         self.use_evaluation_weights()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import trl
 from transformers.training_args import OptimizerNames
 
 from finetune.engine.training import trainer as trainer_module
@@ -89,3 +91,25 @@ def test_a_step_does_not_walk_over_the_modules(monkeypatch: pytest.MonkeyPatch) 
         norm = trainer._clip_grad_norm(wrapper)
         monkeypatch.setattr(torch.nn.Module, "named_modules", None)
     assert float(norm) == pytest.approx(1.0, abs=1e-5) and layer.weight.grad.norm() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_weights_that_are_unfrozen_between_two_trainings_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may train an adapter first, then another with it."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    trainer: Any = object.__new__(SFTTrainer)
+    trainer.sharded, trainer.until_end, trainer.recomputation = False, contextlib.ExitStack(), None
+    trainer.args = types.SimpleNamespace(max_grad_norm=1.0)
+    trainer.accelerator = types.SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
+    for name in ("set_recomputation", "use_evaluation_weights"):
+        monkeypatch.setattr(SFTTrainer, name, lambda *given: None)
+
+    def clips(self: Any, **kwargs: Any) -> float:
+        for one in model.parameters():
+            one.grad = torch.ones_like(one) if one.requires_grad else None
+        return float(self._clip_grad_norm(model))
+
+    monkeypatch.setattr(trl.SFTTrainer, "train", clips)
+    assert trainer._train_to_end() == pytest.approx(8**0.5)
+    model[1].requires_grad_(True)
+    assert trainer._train_to_end() == pytest.approx(14**0.5)
