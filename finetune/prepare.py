@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetune.config import Config
 from finetune.runtime import scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
-from finetune.runtime.options import Options
+from finetune.runtime.options import Options, count
 from finetune.runtime.types import ScriptTrainer, Tokenizer
 from finetune.text import counted
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def own_options() -> Options:
     """The options of this command."""
     options = Options("prepare", PURPOSE, notes=NOTES, usage="[--step N] [--json PATH]", script=True)
-    options.add("--step", int, "N", "also print the rows of this step; with the run.yaml of a run, of that run")
+    options.add("--step", count, "N", "also print the rows of step N (of a run: give its run.yaml)")
     return options
 
 
@@ -134,16 +134,9 @@ def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began:
 
 
 def show_step(step: int, plan: Plan, layout: Layout, tokenizer: Tokenizer) -> None:
-    """Print the documents of a step of the run, which counts from 1.
-
-    Raises:
-        UserError: there is no such step.
-    """
+    """Print the documents of a step of the run, which counts from 1."""
     from finetune.data.templates.encoder import Encoded, preview
-    from finetune.errors import UserError
 
-    if step < 1:
-        raise UserError(f"--step is {step}. Steps count from 1.")
     epoch, place = divmod(step - 1, plan.steps_per_epoch)
     documents = [one for row in plan.step_rows(epoch, place) for one in layout[int(row)]]
     print_line(f"Step {step}, in epoch {epoch + 1}: {counted(len(documents), 'document')}")

@@ -38,7 +38,7 @@ def test_they_are_those_that_the_run_has_trained_on(
         assert prepare.main([*given, str(last)]) == 0
         printed = capsys.readouterr().out.split(f"Step {last}, in epoch 2: {len(collated[-1])} documents\n")[1]
         assert prepare.main([*given, "0"]) == 2
-    assert "Steps count from 1" in capsys.readouterr().err
+    assert "--step: expected an integer of at least 1, got '0'" in capsys.readouterr().err
     bare = printed.replace("⟦", "").replace("⟧", "").split()
     assert sorted(bare) == sorted(" ".join(collated[-1]).split())
     bare_words = ["--model.model_name_or_path", str(tmp_path / "model"), "--data.train_file"]
