@@ -3,7 +3,7 @@
 The host, which has the labels too, waits for the answer until the forward pass is computed, and launches the loss and
 what follows only then, while the GPU has nothing to do.
 Without this: in a step of a small model, whose passes are replayed as CUDA graphs, the GPU idles while each loss is
-launched. Launched passes of large models hide it.
+launched. In large models the wait is hidden.
 """
 
 from __future__ import annotations

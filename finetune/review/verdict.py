@@ -64,7 +64,7 @@ def _shared(run: Run) -> str:
     others = run.ranks.column("gpu_other_processes") if run.ranks is not None else np.zeros((0, 0))
     known = others[np.isfinite(others).any(axis=1)]
     share = float((known > 0).any(axis=1).mean()) if len(known) else 0.0
-    return f"Other processes were on its GPUs in {percent(share)} of the samples." if share >= SHARED else ""
+    return f"Other processes used its GPUs in {percent(share)} of the samples." if share >= SHARED else ""
 
 
 def _severest(name: str, found: Sequence[Finding]) -> Half | None:
@@ -123,9 +123,9 @@ def _unlimited(run: Run) -> Half:
         without = f" (CUDA graphs: {why})" if (why := speed.without_graphs(run)) else ""
         text = f"MFU is {percent(mfu)}, and no rule says why: kernels may be short, or launched too slowly{without}."
         if run.at("cuda_graphs.used") is True:
-            text = f"MFU is {percent(mfu)}: kernels are short. More rows per pass, or fewer GPUs, use each GPU better."
+            text = f"MFU is {percent(mfu)}: kernels are short. Give each pass more rows, or use fewer GPUs."
         if (waiting := run.typical("lost_to_slowest") or 0.0) >= BY_TURNS:
-            text += f" Ranks that are slower by turns cost {percent(waiting)} of the time."
+            text += f" Waiting for whichever rank is slowest costs {percent(waiting)} of the time."
         return Half("Speed", text, "unknown", "low")
     confidence = "high" if timing.records_of(run) >= 5 and len(shown) > 1 else "medium"
     return Half("Speed", f"nothing limits it: {', '.join(shown[:2])}.", "good", confidence)

@@ -533,8 +533,8 @@ def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
     used = {"cuda_graphs": {"used": True, "reason": "faster, with the same results"}}
     waits = {"mfu": ([10, 20, 30], [0.13] * 3), "lost_to_slowest": ([10, 20, 30], [0.1] * 3)}
     assert halves(run(series=trained(3.0, 1.0) | waits, record=used))[1][1] == (
-        "Speed: MFU is 13 %: kernels are short. More rows per pass, or fewer GPUs, use each GPU better. Ranks that are "
-        "slower by turns cost 10 % of the time."
+        "Speed: MFU is 13 %: kernels are short. Give each pass more rows, or use fewer GPUs. Waiting for "
+        "whichever rank is slowest costs 10 % of the time."
     )
     fast = run(series=trained(3.0, 1.0) | {"mfu": ([10, 20, 30], [0.2] * 3)})
     assert halves(fast)[1][1].startswith("Speed: nothing limits it: MFU 20 %")
@@ -542,7 +542,7 @@ def test_a_gpu_that_hardly_computes_is_not_called_fast() -> None:
 
 def test_other_processes_on_the_gpus_are_named() -> None:
     alone, shared = (synthetic.lines(gpu_of={1: {"other_processes": count}}) for count in (0, 2))
-    said = "Other processes were on its GPUs in 100 % of the samples."
+    said = "Other processes used its GPUs in 100 % of the samples."
     assert halves(run(ranks=shared))[1][1].endswith(said) and said not in halves(run(ranks=alone))[1][1]
 
 

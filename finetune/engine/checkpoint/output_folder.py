@@ -139,10 +139,8 @@ def archive_later_checkpoints(output_dir: Path, step: int, damaged: Collection[s
     """
     beyond = [path for path in complete_checkpoints(output_dir) if step_of(path) > step]
     if found := [path for path in beyond if path.name not in damaged]:
-        print_line(
-            f"This run went back before {', '.join(path.name for path in found)}: moved to "
-            f"{_archive(output_dir, found)}"
-        )
+        names = ", ".join(path.name for path in found)
+        print_line(f"Moved {names} to {_archive(output_dir, found)}: this run resumed from an earlier step.")
 
 
 def _archive(output_dir: Path, found: Iterable[Path]) -> Path:

@@ -14,7 +14,7 @@ from finetune.data.layout import Layout
 from finetune.runtime.ranks.context_group import ContextGroup
 from finetune.runtime.types import JsonObject
 
-PREDICTING = "predicting"  # what a micro-batch has beside a model's inputs
+PREDICTING = "predicting"  # positions that predict a supervised token; not an input of the model
 
 
 def eval_datasets(layout: Layout | Mapping[str, Layout] | None) -> Any:
@@ -57,7 +57,7 @@ def targets(inputs: JsonObject) -> torch.Tensor:
 
 
 def predicting(labels: torch.Tensor) -> torch.Tensor:
-    """Places in the flattened micro-batch whose next token is supervised, int64 [supervised tokens].
+    """Positions in the flattened micro-batch whose next token is supervised, int64 [supervised tokens].
 
     Args:
         labels: int64 [rows, positions] on the host.

@@ -4,7 +4,7 @@ replayed.
 A pass of a small model launches thousands of kernels, which takes the host longer than the GPU takes to run them. A
 graph is one launch. It computes at the addresses that it was recorded at, so a micro-batch is copied into tensors that
 stay; the boundaries of its documents too, of which there are always as many: those that it lacks are empty. What
-follows the decoder is launched as ever: the losses pick the supervised tokens, of which there are other numbers.
+follows the decoder is launched as ever: the losses pick the supervised tokens, whose number varies.
 Gradients are parts of one tensor, to which the replays add. Several ranks sum that tensor after their last pass,
 without DDP, which learns of gradients from autograd.
 """

@@ -468,7 +468,7 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"{end / max(least, 1e-12):.2f} times that (threshold {HELD_OUT}), while the training loss fell from "
         f"{number(then)} to {number(now)}."
         + (" No held-out answer is right." if run.number("exact_match_after") == 0 else ""),
-        advice="more, or more varied, rows; else "
+        advice="more, or more varied, rows; otherwise "
         + (f"take {checkpoint}" if checkpoint else f"training.max_steps: {max(best, 1)}"),
         gain=f"{percent(1 - least / end)} lower held-out loss, {counted(total - best, 'step')} saved",
         lost=(total - best) / max(total, 1),

@@ -449,7 +449,7 @@ def test_what_was_given_up_is_not_resumed(runs: Runs, out: Path, capsys: pytest.
     changed = (*SIX, "--training.resume_with_changes", "true", "--training.learning_rate", "1e-5")
     shorter = ("--training.max_steps", "4", "--training.resume_from_checkpoint", str(out / "checkpoint-2"))
     runs(out, *changed, *shorter)
-    assert f"went back before checkpoint-6: moved to {out}/earlier-run-1" in words(capsys)
+    assert f"Moved checkpoint-6 to {out}/earlier-run-1: this run resumed from an earlier step." in words(capsys)
     assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4"]
     assert [path.name for path in checkpoints.complete_checkpoints(out / "earlier-run-1")] == ["checkpoint-6"]
     assert runs(out, *changed, *RESUME)["resumed_from"].endswith("checkpoint-4")
