@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 # part: (most lines, most files). The files directly in finetune/ are the part `finetune/*`.
 MOST = {
-    "benchmarks": (7180, 36),
+    "benchmarks": (7000, 34),
     "finetune/*": (1198, 12),
     "finetune/advise": (805, 8),
     "finetune/bench": (518, 7),
@@ -38,7 +38,7 @@ MOST = {
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50150, 397),
+    "tests": (50300, 398),
 }
 TOTAL = (55680, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
