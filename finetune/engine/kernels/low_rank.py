@@ -19,6 +19,8 @@ class LowRankTerm:
 
 
 def aligned(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized matrix (rows, columns) with aligned rows."""
+    """A matrix (rows, columns) with aligned rows, for the caller to write."""
     pitch = -(-columns // ALIGNMENT) * ALIGNMENT
-    return torch.empty(rows, pitch, dtype=dtype, device=like.device)[:, :columns]
+    # oneDNN's kernels for AMX multiply what lies behind a row by 0, which of an uninitialized NaN is NaN.
+    empty = torch.zeros if like.device.type == "cpu" else torch.empty
+    return empty(rows, pitch, dtype=dtype, device=like.device)[:, :columns]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from finetune.engine.kernels import fp8, frozen, fused_lora
+from finetune.engine.kernels.low_rank import aligned
 from tests.helpers.kernels import ATTENTION, BOTH, model_of, surviving_share, with_adapter
 
 WIDTH, RANK = 256, 8
@@ -180,3 +181,13 @@ def test_a_layer_may_be_computed_alone_and_with_others_in_turn() -> None:
     for _ in range(2):
         assert torch.equal(fused_lora._Project.apply(x, alone, *pairs[1])[0], together)
         assert torch.equal(fused_lora._Project.apply(x, both, *given)[1], together)
+
+
+def test_what_lies_behind_a_row_is_a_number() -> None:
+    """oneDNN's kernels for AMX multiply it by 0. In this mode, torch fills what is not initialized with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        wide = aligned(32, 57, torch.empty(0), torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.isfinite(wide.as_strided((32, 64), (64, 1))).all()
