@@ -97,8 +97,8 @@ def load(config: Config, stack: Stack, *, row_length: int, without_weights: bool
 
 
 def keep_4bit_layout(model: Model) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights on a CPU in the first evaluation (defects.md, A12). Training after
-    it would go through a kernel without a backward pass."""
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU in the first evaluation (defects.md, A12): it fails on
+    rows that are not whole blocks, and training after it would go through a kernel without a backward pass."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -186,12 +186,14 @@ def load_base(name: str, *, revision: str | None = None, quantization: object = 
         arguments: of `multimodal.from_pretrained`.
     """
     with loaded_weights.require_all():
-        return multimodal.from_pretrained(
+        model = multimodal.from_pretrained(
             name,
             revision=revision,
             quantization_config=quantization or dequantization_config(name, revision),
             **arguments,
         )
+    keep_4bit_layout(model)
+    return model
 
 
 def _prepare_quantized(model: Any) -> None:
