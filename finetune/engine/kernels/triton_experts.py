@@ -80,9 +80,9 @@ def _gated(
             u = tl.load(both + columns, mask=inside, other=0.0).to(tl.float32)
             if RANK > 0:
                 right = right_part(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
-                g += scaling * tl.dot(left, right, input_precision=PRECISION)
+                g += tl.cast(scaling, tl.float32) * tl.dot(left, right, input_precision=PRECISION)
                 right = right_part(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
-                u += scaling * tl.dot(left, right, input_precision=PRECISION)
+                u += tl.cast(scaling, tl.float32) * tl.dot(left, right, input_precision=PRECISION)
             kind = h.dtype.element_ty
             hidden = (g * tl.sigmoid(g) * u).to(kind)
             tl.store(h + row[:, None] * columns + column[None, :], hidden, mask=inside)
@@ -125,9 +125,9 @@ def _gated_backward(
             d = tl.load(dh + narrow, mask=inside, other=0.0).to(tl.float32)
             if RANK > 0:
                 of_gate = right_part(own_b, 2 * columns, 1, column, columns, RANK, PADDED)
-                g += scaling * tl.dot(left, of_gate, input_precision=PRECISION)
+                g += tl.cast(scaling, tl.float32) * tl.dot(left, of_gate, input_precision=PRECISION)
                 of_up = right_part(own_b + columns, 2 * columns, 1, column, columns, RANK, PADDED)
-                u += scaling * tl.dot(left, of_up, input_precision=PRECISION)
+                u += tl.cast(scaling, tl.float32) * tl.dot(left, of_up, input_precision=PRECISION)
             if LAST_RANK > 0:
                 right = right_part(own_a, columns, 1, column, columns, LAST_RANK, PADDED)
                 d += tl.dot(last_left, right, input_precision=PRECISION)
@@ -148,7 +148,7 @@ def _gated_backward(
         if RANK > 0:
             k = tl.arange(0, PADDED)
             inside = (row < end)[:, None] & (k < RANK)[None, :]
-            tl.store(dinner + row[:, None] * RANK + k[None, :], total * scaling, mask=inside)
+            tl.store(dinner + row[:, None] * RANK + k[None, :], total * tl.cast(scaling, tl.float32), mask=inside)
 
 
 @triton.jit

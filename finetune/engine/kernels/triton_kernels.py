@@ -119,7 +119,7 @@ def _add_term(
     at = row[:, None] * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     given = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + at, given + scaling * part, mask=inside)
+    tl.store(total + at, given + tl.cast(scaling, tl.float32) * part, mask=inside)
 
 
 def add_term(y: torch.Tensor, term: LowRankTerm, dtype: torch.dtype) -> torch.Tensor:
@@ -206,10 +206,10 @@ def _silu_forward(
         u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
         if GATE_RANK > 0:
             right = right_part(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
-            g += gate_scaling * tl.dot(left_of_gate, right, input_precision=PRECISION)
+            g += tl.cast(gate_scaling, tl.float32) * tl.dot(left_of_gate, right, input_precision=PRECISION)
         if UP_RANK > 0:
             right = right_part(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
-            u += up_scaling * tl.dot(left_of_up, right, input_precision=PRECISION)
+            u += tl.cast(up_scaling, tl.float32) * tl.dot(left_of_up, right, input_precision=PRECISION)
         # Rounded before the product, as transformers does.
         kind = h.dtype.element_ty
         both = ((g * tl.sigmoid(g)).to(kind).to(tl.float32) * u).to(kind)
@@ -228,7 +228,8 @@ def _store_product(sums, product, scaling, column, columns, rank_stride, column_
                    RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803  # fmt: skip
     k = tl.arange(0, PADDED)
     inside = (k < RANK)[:, None] & (column < columns)[None, :]
-    tl.store(sums + k[:, None] * rank_stride + column[None, :] * column_stride, product * scaling, mask=inside)
+    product *= tl.cast(scaling, tl.float32)  # Inductor passes Python's floats in float64
+    tl.store(sums + k[:, None] * rank_stride + column[None, :] * column_stride, product, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -265,13 +266,13 @@ def _silu_backward(
         d = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
         if GATE_RANK > 0:
             left_of_gate = left_rows(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
-            g += gate_scaling * tl.dot(left_of_gate, right_of_gate, input_precision=PRECISION)
+            g += tl.cast(gate_scaling, tl.float32) * tl.dot(left_of_gate, right_of_gate, input_precision=PRECISION)
         if UP_RANK > 0:
             left_of_up = left_rows(up_left, up_left_row, row, rows, UP_RANK, PADDED)
-            u += up_scaling * tl.dot(left_of_up, right_of_up, input_precision=PRECISION)
+            u += tl.cast(up_scaling, tl.float32) * tl.dot(left_of_up, right_of_up, input_precision=PRECISION)
         if DH_RANK > 0:
             left_of_dh = left_rows(dh_left, dh_left_row, row, rows, DH_RANK, PADDED)
-            d += dh_scaling * tl.dot(left_of_dh, right_of_dh, input_precision=PRECISION)
+            d += tl.cast(dh_scaling, tl.float32) * tl.dot(left_of_dh, right_of_dh, input_precision=PRECISION)
         sigmoid = tl.sigmoid(g)
         silu = g * sigmoid
         of_gate = (d * u * sigmoid * (1.0 + g - silu)).to(kind)
