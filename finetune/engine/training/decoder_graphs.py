@@ -208,8 +208,8 @@ class DecoderGraphs:
     """The recorded passes of a trainer's decoder over micro-batches of one shape."""
 
     def __init__(self, trainer: Any, recorder: Any = None) -> None:
-        """From now on the decoder records its next pass with gradients, and replays it in those that follow. Passes
-        of another shape, and those without gradients, are launched.
+        """From now on the decoder records its next pass with gradients, and replays it in those that follow, those
+        of evaluations included. Passes of another shape are launched.
 
         Args:
             trainer: an `SFTTrainer`.
@@ -251,14 +251,16 @@ class DecoderGraphs:
     def _call(self, *args: Any, **given: Any) -> Any:
         given |= self._lengths
         self._lengths = {}  # a text is generated without the model around the decoder
-        if args or not (torch.is_grad_enabled() and self._decoder.training):
+        learns = torch.is_grad_enabled()
+        if args or (not self._decoder.training if learns else self._inputs is None):
             return self._launch(*args, **given)
         if self._inputs is None:
             self._record(given)
         if not self._fill(given):
             return self._launch(**given)
         self.replays += 1
-        return type(self._output)(last_hidden_state=_Replay.apply(self._anchor, self))
+        hidden = _Replay.apply(self._anchor, self) if learns else self.replay_forward()
+        return type(self._output)(last_hidden_state=hidden)
 
     def _record(self, given: JsonObject) -> None:
         held = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0

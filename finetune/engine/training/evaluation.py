@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from finetune.data.layout import Layout
 from finetune.engine.monitoring import token_statistics
-from finetune.engine.monitoring.token_statistics import TokenStatistics
 from finetune.engine.sharding import shard
 from finetune.runtime.ranks import activity, distributed
-from finetune.runtime.ranks.context_group import ContextGroup
-from finetune.runtime.types import JsonObject, Model
 
 
-class Evaluator(Protocol):
-    """What `evaluate_rows` needs of the trainer."""
-
-    model: Model
-    args: Any  # SFTConfig, whose class Unsloth may replace
-    sharded: bool
-    context: ContextGroup
-
-    def evaluation_pass(
-        self, layout: Layout, rows: list[int], count: torch.Tensor
-    ) -> tuple[torch.Tensor, JsonObject, TokenStatistics | None]:
-        """Forward pass on some rows: this rank's share of the loss, the inputs, and the statistics of their tokens."""
-        ...
-
-
-def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict[str, float], list[float]]:
-    """The metrics over all rows of `layout`, and the loss of each document on any rank. Every rank calls it.
+def evaluate_rows(trainer: Any, layout: Layout, prefix: str) -> tuple[dict[str, float], list[float]]:
+    """The metrics over all rows of `layout`, and the loss of each document on any rank. Every rank calls it, with its
+    `SFTTrainer`.
 
     Sums are reduced over all ranks, then divided: the result does not depend on the world size, nor on how rows are
     divided into batches. Token accuracy and entropy are left out, and no document has a loss, if the model does not
@@ -43,9 +26,12 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
     order = layout.largest_first()[context.data_rank :: context.data_ranks]
     total = 0.0
     losses, documents, tokens = [], [], []
-    for start in range(0, len(order), args.per_device_eval_batch_size):
+    recorded = trainer.recorded_rows(layout)
+    size = recorded or args.per_device_eval_batch_size
+    for start in range(0, len(order), size):
         activity.enter("evaluation")  # anew: a long evaluation is not a long phase as long as it gets on
-        rows = order[start : start + args.per_device_eval_batch_size].tolist()
+        rows = order[start : start + size].tolist()
+        rows += [-1] * (size - len(rows)) if recorded else []  # dummy rows: graphs replay one shape
         loss, inputs, found = trainer.evaluation_pass(layout, rows, one)
         losses.append(loss.double() / args.world_size)
         if found is not None:
@@ -69,7 +55,7 @@ def evaluate_rows(trainer: Evaluator, layout: Layout, prefix: str) -> tuple[dict
     return metrics, [loss for part in distributed.gather_objects(own) for loss in part]
 
 
-def _join_all_gathers(trainer: Evaluator, layout: Layout, done: int, count: torch.Tensor) -> None:
+def _join_all_gathers(trainer: Any, layout: Layout, done: int, count: torch.Tensor) -> None:
     """Dummy forward passes on the first row, so that every rank joins the same number of FSDP all-gathers."""
     args = trainer.args
     passes = math.ceil(math.ceil(len(layout) / trainer.context.data_ranks) / args.per_device_eval_batch_size)

@@ -528,6 +528,11 @@ class SFTTrainer(trl.SFTTrainer):
         self.model.train(was_training)
         return metrics
 
+    def recorded_rows(self, layout: Layout) -> int | None:
+        """Rows of a micro-batch that CUDA graphs replay, if they can replay those of `layout`."""
+        alike = self.graphs is not None and layout.packs.pack_length == self.layout.packs.pack_length
+        return self.args.per_device_train_batch_size if alike else None
+
     def evaluation_pass(
         self, layout: Layout, rows: list[int], count: torch.Tensor
     ) -> tuple[torch.Tensor, JsonObject, TokenStatistics | None]:

@@ -34,6 +34,7 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
     ]
     trainers: list[Any] = []
     replayed: list[int] = []
+    evaluated: list[int] = []
     with in_this_process(monkeypatch, tmp_path):
         run = Runs(tmp_path, monkeypatch)
         give_trainer_to(monkeypatch, trainers.append)
@@ -48,11 +49,19 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
             replay(self, gradient)
 
         monkeypatch.setattr(DecoderGraphs, "replay_backward", count)
+        forward = DecoderGraphs.replay_forward
+
+        def count_evaluated(self: Any) -> torch.Tensor:
+            evaluated.extend([1] * (not self._trainer.model.training))
+            return forward(self)
+
+        monkeypatch.setattr(DecoderGraphs, "replay_forward", count_evaluated)
         recorded = run(tmp_path / "recorded", *words, "--training.cuda_graphs", "true")
         checkpoint = ("--training.resume_from_checkpoint", str(tmp_path / "recorded" / "checkpoint-3"))
         resumed = run(tmp_path / "resumed", *words, *checkpoint, "--training.cuda_graphs", "true")
     assert recorded["cuda_graphs"]["used"] and recorded["cuda_graphs"]["difference"] == 0
     assert len(replayed) >= 12  # two passes of each step
+    assert len(evaluated) >= 3  # those after steps; the last ends the run, without graphs
     assert recorded["losses"] == launched["losses"]
     assert resumed["cuda_graphs"]["used"] and resumed["losses"] == launched["losses"][3:]
     assert recorded["eval_loss_after"] == launched["eval_loss_after"]
@@ -92,7 +101,7 @@ class KeepsWeights(RunsAgain):
     trained: ClassVar[list[torch.nn.Parameter]] = []
 
 
-@pytest.mark.parametrize("recorder", [Forgets, KeepsWeights])
+@pytest.mark.parametrize("recorder", [pytest.param(Forgets, marks=pytest.mark.campaign), KeepsWeights])
 def test_a_recording_that_is_wrong_is_not_used(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, recorder: type[RunsAgain]
 ) -> None:
