@@ -275,13 +275,16 @@ def choose_attention(
         UserError: a kernel is wanted that this run cannot use.
     """
     from finetune.engine.kernels import attention, context_attention
+    from finetune.engine.model import packing
 
     own = str(loaded.config.get_text_config()._attn_implementation)
     if stack.device == "cpu":
         reason = "there is no GPU"
     elif layout.packs.pack_length is None and context.size == 1:
         reason = "rows are not packed"
-    elif stack.backend == "transformers" and own not in (attention.PACKED, context_attention.NAME):
+    elif own not in (attention.PACKED, context_attention.NAME) and (
+        stack.backend == "transformers" or not (why_torchs or packing.has_unsloths_attention(loaded))
+    ):
         reason = "the model's own, as set or because it needs what the kernels for packs lack"
     elif why_torchs is not None and wanted != "torch":
         reason = why_torchs

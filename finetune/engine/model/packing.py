@@ -57,7 +57,7 @@ def _tried(model: Model, dtype: torch.dtype, stack: Stack) -> trial.Separation:
     except Exception as error:  # layers raise many types where they lose the boundaries
         why = f"fails on a pack: {type(error).__name__}: {str(error)[:200]}"
         own = trial.Separation(leak=f"it {why}")
-        if stack.device == "cuda" and _has_unsloths_attention(model) and not by_document.recurrent_layers(model):
+        if stack.device == "cuda" and has_unsloths_attention(model) and not by_document.recurrent_layers(model):
             own = trial.Separation(leak=None, proof=f"documents are apart in Unsloth's attention; the trial {why}")
     all_found = distributed.gather_objects(own)
     name = model.config.get_text_config().model_type
@@ -77,13 +77,13 @@ def _use_kernels(model: Model, config: Config, stack: Stack, dtype: torch.dtype)
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
     chosen = config.model.full_finetuning or config.model.attn_implementation is not None
-    if not chosen and not _has_unsloths_attention(model):
+    if not chosen and not has_unsloths_attention(model):
         # Unsloth would have transformers write a mask of [tokens, tokens] and compare all of it with the documents in
         # each step, which syncs three times. In full fine-tuning the call is part of a compiled block.
         attention.use_for_packs(model, dtype, compiles=False)
 
 
-def _has_unsloths_attention(model: Model) -> bool:
+def has_unsloths_attention(model: Model) -> bool:
     """Whether Unsloth has replaced the attention of this architecture, as that of Llama, Qwen and Gemma."""
     layers = [type(module) for module in model.modules() if hasattr(module, "is_causal")]
     return any(layer.forward.__module__.startswith("unsloth.") for layer in layers)

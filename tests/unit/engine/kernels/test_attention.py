@@ -528,6 +528,7 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
     text = SimpleNamespace(_attn_implementation="sdpa", num_attention_heads=4, hidden_size=32)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth", torch_device="cuda")
+    monkeypatch.setattr("finetune.engine.model.packing.has_unsloths_attention", lambda model: True)
     choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
     ((wanted, shapes, device, documents),) = given
     assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 9, 40))
@@ -538,6 +539,10 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
     assert (found.kernel, found.reason) == (attention.FLASH_2, "its layers hold torch's") and len(given) == 1
     with pytest.raises(UserError, match="flash_4, which this run cannot use: its layers hold torch's"):
         choose_attention("flash_4", model, *rest, why_torchs="its layers hold torch's")
+    # Gemma 4 on Unsloth: heads of 512, for which transformers' layers and SDPA stay.
+    monkeypatch.setattr("finetune.engine.model.packing.has_unsloths_attention", lambda model: False)
+    found = choose_attention("auto", model, *rest)
+    assert (found.kernel, found.masks) == ("sdpa", True) and len(given) == 1
 
 
 def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def test_a_trial_that_fails_keeps_the_packs_of_unsloths_own_attention(monkeypatc
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(trial, "separation", fails)
-    monkeypatch.setattr(packing, "_has_unsloths_attention", lambda model: True)
+    monkeypatch.setattr(packing, "has_unsloths_attention", lambda model: True)
     unsloth = Stack(backend="unsloth", reason="a test", device="cuda", local_rank=0, patches=())
     assert packing._tried(make("Llama"), torch.bfloat16, unsloth).leak is None
     for family, stack in (("Llama", STACK), ("FalconH1", unsloth)):
