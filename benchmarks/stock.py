@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def load(
@@ -62,4 +63,6 @@ def load(
         **({"device_map": {"": 0}} if alone else {}),
     )
     adapters = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+    if model.config.model_type == "mixtral":  # its experts have no layers of these names
+        adapters.target_modules, adapters.target_parameters = TARGETS[:4], EXPERTS
     return model, AutoTokenizer.from_pretrained(request["model"]), None if mode == "full" else adapters

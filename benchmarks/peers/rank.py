@@ -7,6 +7,7 @@ and never waits for the GPU, and a hook that counts the labels of every forward 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -31,11 +32,35 @@ def main() -> int:
     return 0
 
 
+class Gate:
+    """Processes that compile side by side, and are measured one after another. BENCHMARK_GATE is FOLDER:NUMBER:NAME;
+    whoever starts a process touches FOLDER/NAME when it has ended, in case it never came here."""
+
+    def __init__(self) -> None:
+        self.folder, self.number, self.name = os.environ.get("BENCHMARK_GATE", ":0:").split(":")
+        self.lock: Any = None
+
+    def enter(self) -> None:
+        """Wait until all are here, and then for this one's turn."""
+        if self.folder:
+            Path(self.folder, self.name).touch()
+            while len(os.listdir(self.folder)) < int(self.number):
+                time.sleep(0.1)
+            self.lock = Path(f"{self.folder}.lock").open("w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def leave(self) -> None:
+        """The next one's turn."""
+        if self.lock is not None:
+            self.lock.close()
+
+
 class Clock:
     """Times steps and counts their labels; to be registered with `watch`."""
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, warm: int) -> None:
         self.started = started  # seconds of time.time() at the shell's return key
+        self.warm, self.gate = warm, Gate()  # steps before the gate
         self.first_step: float | None = None
         self.marks: list[Any] = []
         self.labels: list[list[Any]] = [[]]
@@ -76,6 +101,8 @@ class Clock:
             self.first_step = time.time() - self.started
         self.marks.append(event)
         self.labels.append([])
+        if len(self.marks) == self.warm:
+            self.gate.enter()
 
     def measured(self, skipped: int) -> dict[str, Any]:
         """Seconds and tokens of each step after the first `skipped`; counting ends."""
@@ -85,6 +112,7 @@ class Clock:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.synchronize()
+        self.gate.leave()
         pairs = list(zip(self.marks[skipped - 1 :], self.marks[skipped:], strict=False))
         seconds = [one.elapsed_time(two) / 1000 if cuda else two - one for one, two in pairs]
         tokens = [int(sum(step)) for step in self.labels[skipped : len(self.marks)]]
@@ -116,7 +144,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
     from finetune.config import load
 
     setting, out = request["settings"][0], Path(request["work"]) / "ours"
-    clock, trainers = Clock(request["started"]), []
+    clock, trainers = Clock(request["started"], request["skipped"] - 1), []
 
     def watch(trainer: Any) -> None:
         trainers.append(trainer)
@@ -216,7 +244,7 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
         )
         own = adapters if not hasattr(model, "peft_config") else None
         trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config, peft_config=own)
-        clock = Clock(request["started"])
+        clock = Clock(request["started"], request["skipped"] - 1)
         clock.watch(trainer)
         trainer.train()
         return clock, trainer

@@ -31,12 +31,16 @@ MODELS = {
         micro={"ours": 15, "trl": 15},
         epochs=1,
     ),
+    "moe": Model(rates={"lora": 2e-4}, micro={"ours": 25, "trl": 25}, epochs=1),
     "gemma": Model(
         rates={"lora": 1e-3, "full": 1e-4},
         micro={"ours": 25, "trl": 25},
         as_text=True,
     ),
 }
+
+
+MODELS["qwen-fp8"] = MODELS["qwen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,8 @@ class Cell:
         that TRL lacks. Of packs that ranks share, the same packs on one."""
         if self.context:
             return self.name.removesuffix(" context")
+        if self.model == "qwen-fp8":
+            return "qwen-fp8 limit lora padded"
         mode = "lora" if self.mode in ("fp8", "int8") else self.mode
         words = ["trl", "" if self.model == "smollm2" else self.model, mode, "padded"]
         return " ".join(filter(None, [*words, f"at {self.name.split()[-1]}" if self.rate else ""]))
@@ -109,6 +115,8 @@ CELLS = {
         *("qlora packed at 1e-3", "limit qlora padded at 1e-3", "trl qlora padded at 1e-3"),
         *("qwen limit lora padded", "trl qwen qlora padded", "qwen limit qlora padded"),
         *("qwen lora packed at 1e-3", "qwen limit lora padded at 1e-3", "trl qwen lora padded at 1e-3"),
+        *("qwen-fp8 fp8 packed", "qwen-fp8 limit lora padded"),
+        *("moe base", "moe lora packed", "moe limit lora padded", "trl moe lora padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
     )
 }

