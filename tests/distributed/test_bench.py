@@ -42,6 +42,7 @@ def test_collectives(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("comm-gloo-*"))  # two sizes are no curve to predict runs from
 
 
+@pytest.mark.campaign
 def test_a_whole_curve_is_kept_for_the_scores_of_runs(tmp_path: Path) -> None:
     bench(tmp_path, "comm", "--runs", "1", "--steps", "2")
     (kept,) = tmp_path.rglob("comm-gloo-*-2.json")

@@ -33,6 +33,7 @@ def whole(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFa
     return result(run(1, tiny_model, tiny_data, tmp_path_factory.mktemp("drop-in") / "whole"))
 
 
+@pytest.mark.campaign
 def test_a_stopped_script_resumes_on_another_number_of_ranks(
     whole: dict[str, Any], tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_stopped_script_resumes_on_another_number_of_ranks(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.campaign
 def test_two_ranks_share_rows(whole: dict[str, Any], tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     shared = result(run(2, tiny_model, tiny_data, tmp_path / "shared", "--shared_by", "2"))
     assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-5)

@@ -48,7 +48,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param("unsloth_docs.py", marks=pytest.mark.unsloth), *list(SCRIPTS)[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("unsloth_docs.py", marks=pytest.mark.unsloth),
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in list(SCRIPTS)[1:]),
+    ],
+)
 def test_one_changed_line(name: str, tiny_model: Path, data: Path, tmp_path: Path) -> None:
     stock = (ROOT / "tests" / "dropin" / name).read_text()
     assert stock.count(STOCK) == 1

@@ -90,15 +90,13 @@ def check(verdict: dict, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("fits", "full", "code", "said"),
     [
-        pytest.param(
-            *(13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
-            marks=pytest.mark.campaign,
-        ),
+        (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
         (3, 7, 1, "CUDA ran out of memory: 8 rows .* Tried: the largest micro-batch that fits has 3 rows "),
         (3, 0, 1, "Tried: weights, gradients and optimizer state fill the device before any row is processed"),
     ],
     ids=["fits", "full", "full without rows"],
 )
+@pytest.mark.campaign
 def test_the_largest_micro_batch_is_found_by_trying(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, fits: int, full: int, code: int, said: str
 ) -> None:
@@ -133,6 +131,7 @@ def test_the_largest_micro_batch_is_found_by_trying(
     assert sizes["flag"] in words and found.get("out_of_memory", False) is (code == 1)
 
 
+@pytest.mark.campaign
 def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     done = faulty("1 rank", arguments(tiny_model, tiny_data), tmp_path / "out", tmp_path, "nan", 0, 1)
     assert done.returncode == 1
@@ -164,6 +163,7 @@ def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does
         assert sorted(out.iterdir()) == before
 
 
+@pytest.mark.campaign
 def test_a_dry_run_whose_time_is_up_reports_what_it_has_or_ends(tiny_model: Path, tmp_path: Path) -> None:
     tiny.make_rows(tmp_path / "train.jsonl", 60)
     given = [

@@ -34,7 +34,8 @@ def stuck(
     return done, json.loads(report.read_text()), launch.read(folder / "out").get("error", "")
 
 
-@pytest.mark.parametrize(("rank", "how"), [(1, "2 ranks"), pytest.param(1, "torchrun", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize(("rank", "how"), [(1, "2 ranks"), (1, "torchrun")])
 def test_a_stopped_rank_is_named(tiny_model: Path, tiny_data: Path, tmp_path: Path, rank: int, how: str) -> None:
     """By one sentence, without a traceback, which torchrun's own report repeats."""
     done, report, error = stuck("stop", rank, tiny_model, tiny_data, tmp_path, how)
@@ -82,6 +83,7 @@ def test_a_rank_that_waits_for_its_rows_is_named_with_its_phase(
     assert "spies/hang.py" in (tmp_path / "out" / "hang" / "rank-1.txt").read_text()
 
 
+@pytest.mark.campaign
 def test_a_slow_save_is_reported_and_not_killed(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Rank 0 saves until the others have waited for longer than the timeout."""
     done, report, error = stuck("save", 0, tiny_model, tiny_data, tmp_path, seconds=2)

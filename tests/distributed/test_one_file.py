@@ -27,6 +27,7 @@ def one_file(ranks: int, cache: Path, *arguments: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+) over \d+ tokens$", done.stdout, re.MULTILINE)]
 
 
+@pytest.mark.campaign
 def test_the_example_trains_as_the_engine_does(tiny_model: Path, tmp_path: Path) -> None:
     """Steps of 5 packs, fewer in the last one of an epoch: ranks have unequal numbers of rows. Losses to 1e-6, final
     weights to 1e-5."""

@@ -80,7 +80,8 @@ def saved(out: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("how", ["accelerate", pytest.param("torchrun", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", ["accelerate", "torchrun"])
 def test_ranks_save_and_end_when_their_launcher_is_killed(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, adopted: None, how: str
 ) -> None:

@@ -49,13 +49,14 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("1,2", ("--training.global_batch_size", "6", "--training.per_device_train_batch_size", "1", "--data.packing",
                  "--data.max_length", "128", "--data.pack_length", "200", "--lora.modules_to_save", "[lm_head]")),
         # 13 rows: the second step holds one row and eleven without a label, which are all that three of four ranks get.
-        ("1,4", ("--training.global_batch_size", "12", "--model.full_finetuning", "--model.backend", "transformers",
-                   "--training.per_device_train_batch_size", "3", "--data.train_file", "THIRTEEN")),
+        pytest.param("1,4", ("--training.global_batch_size", "12", "--model.full_finetuning", "--model.backend",
+                             "transformers", "--training.per_device_train_batch_size", "3", "--data.train_file",
+                             "THIRTEEN"), marks=pytest.mark.campaign),
         pytest.param("1,2", ("--training.global_batch_size", "4", "--model.load_in_4bit",
                              "--training.gradient_checkpointing", "false"), marks=pytest.mark.unsloth),
         pytest.param("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1",
                              "--data.packing", "--data.max_length", "128", "--model.load_in_fp8",
-                             "--model.backend", "transformers"), marks=pytest.mark.fp8),
+                             "--model.backend", "transformers"), marks=[pytest.mark.fp8, pytest.mark.campaign]),
         ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
                  "--data.max_length", "128", "--data.pack_length", "150", "--model.full_finetuning",
                  "--model.backend", "transformers", "--strategies", "ddp,shard", *EXPERTS)),
@@ -129,8 +130,8 @@ def test_a_wrong_loss_is_not_proven(tiny_model: Path, tiny_data: Path, tmp_path:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("other trainer", "same trainer on all ranks"),
-        ("early group", "timeout as configured"),
+        pytest.param("other trainer", "same trainer on all ranks", marks=pytest.mark.campaign),
+        pytest.param("early group", "timeout as configured", marks=pytest.mark.campaign),
         ("one device", "ranks 0 and 1 share cuda:0"),
     ],
     ids=["other trainer", "early group", "one device"],
@@ -214,7 +215,8 @@ Path("marker").touch()
 """
 
 
-@pytest.mark.parametrize(("fault", "code"), [pytest.param("none", 0, marks=pytest.mark.campaign), ("rank", 1)])
+@pytest.mark.campaign
+@pytest.mark.parametrize(("fault", "code"), [("none", 0), ("rank", 1)])
 def test_a_script_is_compared_with_itself(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, fault: str, code: int
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_script_is_compared_with_itself(
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.campaign
 def test_a_script_that_cannot_be_compared(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "theirs.py").write_text("from trl import SFTTrainer\n")

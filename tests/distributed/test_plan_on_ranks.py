@@ -17,9 +17,8 @@ pytestmark = pytest.mark.process
 STEPS, ROWS = 12, 90
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("unsloth", marks=[pytest.mark.unsloth, pytest.mark.campaign]), "transformers"]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("backend", [pytest.param("unsloth", marks=pytest.mark.unsloth), "transformers"])
 def test_packed_documents_are_as_if_alone(tiny_model: Path, tmp_path: Path, backend: str) -> None:
     """Logits and gradients of packs of 1, 7 and 40 documents against each document alone, fp32: 1e-5."""
     for one in launch.packed_against_alone(tiny_model, backend, [1, 7, 40], cache=tmp_path):
@@ -38,9 +37,8 @@ def step_documents(spy: Path, step: int) -> list[str]:
     return sorted(line for file in spy.glob(f"step-{step}-rank-*.txt") for line in file.read_text().splitlines())
 
 
-@pytest.mark.parametrize(
-    "packing", [pytest.param(True, id="packed"), pytest.param(False, id="padded", marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
     """12 ragged steps on several ranks and on one, evaluated in batches of 1, 3 and 8; packed, resumed on two
     ranks from step 7 of the run on one."""

@@ -35,6 +35,7 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.campaign
 def test_machines_with_different_numbers_of_ranks(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """The ranks' records have one length, and run.json has who was where."""
     done = run("1+3", tiny_model, tiny_data, tmp_path)
@@ -68,6 +69,7 @@ def test_a_folder_that_is_not_shared_is_refused(tiny_model: Path, tiny_data: Pat
     assert [path.name for path in tmp_path.glob("[01]/**/*")] == []
 
 
+@pytest.mark.campaign
 def test_a_file_that_one_machine_lacks_ends_all(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Rank 0, which has it, would wait half an hour for the other one."""
     (tmp_path / "0").mkdir()

@@ -181,6 +181,7 @@ def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.unsloth
+@pytest.mark.campaign
 def test_adapter_on_top_of_an_adapter_and_another_plan(folder: Path, tiny_model: Path) -> None:
     """Refused; and continued, from the weights it has, where that is asked for. A checkpoint of another plan, too, is
     refused."""
@@ -226,7 +227,7 @@ class TestFullDisk:
         assert "MiB free" in done.stdout and "Traceback" not in done.stdout
         assert list(mount.iterdir()) == []
 
-    @pytest.mark.parametrize("how", ["1 rank", "2 ranks"])
+    @pytest.mark.parametrize("how", ["1 rank", pytest.param("2 ranks", marks=pytest.mark.campaign)])
     def test_disk_that_fills_up_keeps_the_last_whole_checkpoint(
         self, folder: Path, tiny_model: Path, small, how: str
     ) -> None:

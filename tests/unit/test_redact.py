@@ -97,6 +97,7 @@ def test_what_is_no_secret_stays() -> None:
         assert not is_secret_name(name)
 
 
+@pytest.mark.campaign
 def test_long_texts_take_linear_time() -> None:
     """Each of these took minutes under a pattern that backtracks: the test then never ends."""
     for text in (

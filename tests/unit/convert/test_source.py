@@ -199,6 +199,7 @@ def test_texts_that_fit_the_templates_of_the_converter_stay_texts(tmp_path: Path
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_no_text_of_a_notebook_becomes_code(tmp_path: Path) -> None:
     plain = {name: f"plain {name}" for name in PLACES}
     base = tried(plain, tmp_path / "plain")

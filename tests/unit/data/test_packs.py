@@ -194,6 +194,7 @@ for segments in ((200, 300, 15884), (16384,), (8192, 8192), tuple(padding_segmen
 
 @pytest.mark.unsloth
 @pytest.mark.process
+@pytest.mark.campaign
 def test_a_dummy_row_uses_the_same_attention_as_other_packs(tmp_path):
     """The installed Unsloth's rule for a pack of documents, one segment, two equal segments, and a dummy row."""
     done = launch.on_the_installed_unsloth(ATTENTION, tmp_path)

@@ -164,6 +164,7 @@ def test_concurrent_runs_build_once(tmp_path: Path, tokenizer: Any, train: Path)
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_rows_encoded_in_several_processes_keep_their_order(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +379,7 @@ def test_equally_long_documents_get_a_segment_of_another_length() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_resident_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """40 million tokens (320 MB) are mapped and planned in a process that stays small."""
     writer = store.Writer(tmp_path, "train")

@@ -196,6 +196,7 @@ def test_chat_template_renders_chatml(tokenizer) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "Ben<|im_end|>\n"
 
 
+@pytest.mark.campaign
 def test_rows_and_answers_are_within_the_stated_lengths(paths: demo.DemoPaths, tokenizer) -> None:
     """And a prompt's tokens begin its row's: what is generated from is what was trained on."""
     for row in read(paths.train_file) + read(paths.eval_file):

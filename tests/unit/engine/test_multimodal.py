@@ -187,6 +187,7 @@ def test_a_run_and_its_export(
 
 @pytest.mark.process
 @pytest.mark.unsloth
+@pytest.mark.campaign
 def test_shards_and_unsloth_keep_every_tensor(shared: Path, tmp_path: Path) -> None:
     words = ["--model.model_name_or_path", str(shared / "Qwen3_5"), "--data.train_file", str(shared / "train.jsonl")]
     words += ["--training.max_steps", "2", "--training.global_batch_size", "2", "--logging.generate_samples", "0"]

@@ -72,6 +72,7 @@ def test_what_it_writes_loads(tiny_model: Path, here: Path, format: str, method:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_what_it_writes_trains(tiny_model: Path, here: Path) -> None:
     tiny.make_rows(here / "rows.jsonl", detect.ENOUGH_ROWS)
     assert command.main(["--model", str(tiny_model), "--data", "rows.jsonl"]) == 0

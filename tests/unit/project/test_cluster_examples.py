@@ -54,6 +54,7 @@ def test_the_slurm_script_is_clean() -> None:
 
 @BASH
 @pytest.mark.process
+@pytest.mark.campaign
 def test_the_slurm_script_starts_the_run(tmp_path: Path) -> None:
     """With stand-ins for Slurm's two commands, its command line runs."""
     (venv := tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -110,6 +111,7 @@ def test_the_jobs_configuration_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_the_jobs_command_runs(tmp_path: Path) -> None:
     (container,) = parts()["Job"]["spec"]["template"]["spec"]["containers"]
     program, *words = container["command"]

@@ -356,6 +356,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("pattern", "method"), SLOW)
+@pytest.mark.campaign
 def test_what_is_not_linear_is_found(pattern: str, method: str) -> None:
     one = Expression("here", pattern, re.MULTILINE, method)
     assert any(is_slow(one.apply, head, unit) for head, unit in texts(one))

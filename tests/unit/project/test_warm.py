@@ -92,6 +92,7 @@ def test_how_it_ends(code: str, expected: int, said: str, tmp_path: Path) -> Non
     assert done.returncode == expected and said in done.stdout + done.stderr
 
 
+@pytest.mark.campaign
 def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     code = (
         "import os, subprocess, sys, time\n"

@@ -36,6 +36,7 @@ while True:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_ranks_end_with_a_command_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(COMMAND)
     (tmp_path / "rank.py").write_text(RANK)

@@ -75,6 +75,7 @@ def calls_of(run: Callable[[Path], None], folder: Path, line: str, count: int) -
         (slices, "fills a list"),
     ],
 )
+@pytest.mark.campaign
 def test_twice_the_lines_are_twice_the_work(run: Callable[[Path], None], what: str, tmp_path: Path) -> None:
     calls_of(run, tmp_path, LINES[what], 1)  # imports what it needs
     few, some, many = (calls_of(run, tmp_path, LINES[what], count) for count in (10, 20, 40))

@@ -132,6 +132,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
 @pytest.mark.process
 @pytest.mark.parametrize("last_only", [False, True])
 @pytest.mark.parametrize("name", MARKERS)
+@pytest.mark.campaign
 def test_labels_are_those_of_unsloth(reference: dict, name: str, last_only: bool) -> None:
     tokenizer, instruction, response = MARKERS[name]
     markers = Markers(tokenizer_for(tokenizer), response, instruction, last_only=last_only)
@@ -206,6 +207,7 @@ ONLY_LAST_END_SUPERVISED = {"starling, another eos", "gemma-4-thinking, another 
 
 @pytest.mark.unsloth
 @pytest.mark.process
+@pytest.mark.campaign
 def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: dict) -> None:
     cases = {name.removeprefix("template: "): case for (name, _), case in reference.items() if "template: " in name}
     wrong = {}

@@ -91,6 +91,7 @@ KINDS = ("plain", "names", "tools", "thinking", "calls")
 WITH_CALLS = ("qwen3", "chatml_tools")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
 @pytest.mark.parametrize(
     "name, kind",
@@ -114,6 +115,7 @@ def test_windows_give_the_spans_of_the_whole(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.campaign
 def test_a_long_conversation_takes_linear_time(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def messages_rendered(count: int) -> int:
         encoder = Encoder(

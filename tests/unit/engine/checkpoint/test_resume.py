@@ -99,6 +99,7 @@ def test_a_run_has_a_model_card_without_paths_of_this_machine(whole_run: Path, s
     assert not (whole_run / "checkpoint-6" / "README.md").exists()  # PEFT's
 
 
+@pytest.mark.campaign
 def test_a_finished_run_of_a_part_of_an_epoch(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0.3 of an epoch of 10 steps is 3 steps; `--json` gets the results of the finished run."""
     arguments = ("--training.num_train_epochs", "0.3", "--training.save_steps", "2")
@@ -189,6 +190,7 @@ def test_an_end_before_the_checkpoint_is_refused(runs: Runs, out: Path, capsys: 
     assert state(out) == before
 
 
+@pytest.mark.campaign
 def test_a_longer_run_under_a_constant_rate_goes_on_as_one_that_was_never_stopped(runs: Runs, tmp_path: Path) -> None:
     constant = ("--training.lr_scheduler_type", "constant", "--training.save_steps", "2")
     runs(tmp_path / "once", *constant, "--training.max_steps", "5")
@@ -295,6 +297,7 @@ def test_another_kind_of_training_and_other_data_are_refused(
     assert state(out) == before
 
 
+@pytest.mark.campaign
 def test_a_checkpoint_of_version_0_1_0_keeps_the_order_that_its_held_out_rows_changed(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_dense_models_are_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.campaign
 def test_compiled_layers_without_graph_breaks() -> None:
     """As Unsloth compiles them."""
     model, rows = make_moe("Qwen3Moe", num_hidden_layers=1), documents()

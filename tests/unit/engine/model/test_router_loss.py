@@ -165,6 +165,7 @@ class EveryExpert:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.campaign
 def test_compiled_layers_without_graph_breaks(recomputed: bool) -> None:
     """As Unsloth compiles them. What depends on the forward pass alone is not computed before its end."""
     rows = documents()

@@ -218,6 +218,7 @@ def test_a_number_has_the_name_of_the_function() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.campaign
 def test_two_ranks_score_once_and_fail_together(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "own_code.py").write_text(CODE)
     arguments = [*settings(tmp_path, tiny_model)[:-2], "--logging.trust_code", "--logging.metric"]

@@ -205,6 +205,7 @@ POLLED = "launcher.signal_at_end_of = lambda parent: None; import ctypes; ctypes
     ids=["signal", "polling", "stuck"],
 )
 @pytest.mark.process
+@pytest.mark.campaign
 def test_a_rank_ends_with_the_command_that_started_it(tmp_path: Path, before: str, work: str) -> None:
     rank = RANK.format(before=before, work=work)
     with subprocess.Popen(
