@@ -83,8 +83,9 @@ quick: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
+# In parts: TESTS="tests/unit", TESTS="tests --ignore tests/unit".
 test-full: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(ELSEWHERE)"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(ELSEWHERE)" $(TESTS)
 
 # Of the run, the adapter, the merged model, the GGUF file and a server. LLAMA_CPP: a folder with llama.cpp's converter.
 LLAMA_CPP ?= outputs/llama.cpp
