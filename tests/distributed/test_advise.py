@@ -16,6 +16,7 @@ from tests.helpers import launch
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.campaign
 def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     out, report = tmp_path / "out", tmp_path / "advice.json"
     job = [

@@ -57,6 +57,7 @@ def rules() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("plugin", "rule"), list(rules()))
+@pytest.mark.campaign
 def test_what_a_scanner_finds_is_masked(plugin: Any, rule: re.Pattern[str]) -> None:
     scanner = plugin()
     masked: list[str] = []

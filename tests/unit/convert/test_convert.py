@@ -386,6 +386,7 @@ HUB_STYLES: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("style", HUB_STYLES)
+@pytest.mark.campaign
 def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path]) -> None:
     cells, there, not_there = HUB_STYLES[style]
     conversion = converted(notebook(HUB, *cells))

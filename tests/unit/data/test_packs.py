@@ -115,6 +115,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("pack_length", [2048, 4096])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.campaign
 def test_a_step_is_a_random_sample_and_packs_are_full(shape, pack_length):
     """Against next-fit in random order (the spread of a step's mean document length), independent random documents, and
     best-fit decreasing (the share of padding). Sorted packs fail by a factor of 1.4 to 4."""

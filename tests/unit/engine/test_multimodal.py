@@ -140,6 +140,7 @@ def plain_losses(model: Any, rows: store.Rows, steps: int) -> list[float]:
         ("Qwen3VL", "false", "in one pack"),
     ],
 )
+@pytest.mark.campaign
 def test_a_run_and_its_export(
     family: str,
     full: str,

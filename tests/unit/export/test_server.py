@@ -150,6 +150,7 @@ def check(run: Path, url: str, tmp_path: Path, *more: str) -> tuple[int, dict[st
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "sglang"])
+@pytest.mark.campaign
 def test_a_server_is_told_by_its_log_probabilities(
     kind: str,
     trained: dict[str, Any],
