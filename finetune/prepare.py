@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config import Config
-from finetune.runtime import scripts
+from finetune.runtime import files, scripts
 from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count
 from finetune.runtime.types import ScriptTrainer, Tokenizer
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from finetune.data.plan import Plan
     from finetune.data.prepare import Data
 
-PURPOSE = (
-    "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary of the rows. Needs no GPU."
-)
+PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary. Needs no GPU."
 NOTES = "Exit code 0: done, 1: failed, 2: bad input."
 
 
@@ -88,7 +87,8 @@ def run(config: Config, json: Path | None = None, step: int | None = None) -> in
     bootstrap.quiet_libraries(config.logging.log_level)
     began = time.perf_counter()
     tokenizer, data = read_rows(config)
-    pack_length = config.data.row_length if config.data.packing else None
+    padded = not config.data.packing or (step and _padded(Path(config.training.output_dir) / "run.json"))
+    pack_length = None if padded else config.data.row_length
     layouts = {name: lay_out_split(config, data, name, pack_length) for name in data.splits}
     show(data, layouts, tokenizer, began, json)
     if pack_length is not None:
@@ -98,6 +98,13 @@ def run(config: Config, json: Path | None = None, step: int | None = None) -> in
     if step is not None and (rows := config.training.global_batch_size) is not None:
         show_step(step, plan_of(config, data, layouts["train"], rows), layouts["train"], tokenizer)
     return DONE
+
+
+def _padded(record: Path) -> bool:
+    """Whether a run has padded the rows that it was to pack."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return files.read_json(record)["packs"]["packed"] is False
+    return False
 
 
 def show(data: Data, layouts: Mapping[str, Layout], tokenizer: Tokenizer, began: float, json: Path | None) -> None:

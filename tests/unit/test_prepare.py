@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def test_they_are_those_that_the_run_has_trained_on(
         last, given = len(losses), ["--config", str(tmp_path / "out" / "run.yaml"), "--step"]
         assert prepare.main([*given, str(last)]) == 0
         printed = capsys.readouterr().out.split(f"Step {last}, in epoch 2: {len(collated[-1])} documents\n")[1]
+        record = tmp_path / "out" / "run.json"
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"packs": {"packed": False, "reason": "a leak"}}))
+        assert prepare.main([*given, "1"]) == 0
+        words = capsys.readouterr()
+        assert "Packs are laid out again" not in words.out and "Step 1, in epoch 1: 4 documents\n" in words.out
         assert prepare.main([*given, "0"]) == 2
     assert "--step: expected an integer of at least 1, got '0'" in capsys.readouterr().err
     bare = printed.replace("⟦", "").replace("⟧", "").split()
