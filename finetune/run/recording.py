@@ -129,6 +129,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
     the configuration names the rows."""
     from finetune.engine.kernels import attention, liger
     from finetune.engine.model.load_arguments import resolve_dtype
+    from finetune.engine.training import recompute
 
     if not distributed.ranks().is_main:
         return
@@ -139,6 +140,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
         global_batch_size=batch.global_batch_size,
         per_device_train_batch_size=batch.per_device,
         gradient_accumulation_steps=None,  # follows from these, on another number of ranks too
+        gradient_checkpointing=recompute.resolve(config.training.gradient_checkpointing, job.stack.backend),
         master_weights=job.master_weights.kind,
         strategy="shard" if config.training.strategy == "shard" else None,  # the launcher has the number of ranks
         resume_from_checkpoint=False,
@@ -152,7 +154,5 @@ def write_configuration(job: Job, output_dir: Path) -> None:
         packed_attention="flash_4" if flash_4 else "torch",
         layer_kernels="liger" if job.layer_kernels.kernels == liger.LIGER else "torch",
     )
-    content = dump_yaml(replace(config, model=model, training=training))
-    rows = config.data.train_file, config.data.train, config.data.dataset_name
-    head = "" if any(rows) else _NO_ROWS
-    files.write_text(output_dir / CONFIGURATION, head + content)
+    head = "" if any((config.data.train_file, config.data.train, config.data.dataset_name)) else _NO_ROWS
+    files.write_text(output_dir / CONFIGURATION, head + dump_yaml(replace(config, model=model, training=training)))
