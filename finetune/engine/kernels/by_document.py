@@ -154,11 +154,11 @@ def give_masks(model: Model) -> bool:
     if its attention needs more than masks."""
     from transformers.masking_utils import create_masks_for_generate
 
-    base = shard.base_model(model)
-    own = base.config._attn_implementation
+    own = (base := shard.base_model(model)).config._attn_implementation
     if own not in ("sdpa", "eager", attention.PACKED) or attention.why_not_computed(model):
         return False
-    base.set_attn_implementation("sdpa" if own == attention.PACKED else own)
+    if own == attention.PACKED:
+        base.get_decoder().set_attn_implementation("sdpa")  # not the towers, which may lack it
 
     def complete(decoder: Any, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
         places = given.get("position_ids")
