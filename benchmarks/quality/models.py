@@ -162,14 +162,15 @@ def derive(name: str, base: Path, out: Path) -> Path:
             further = dict(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, router_aux_loss_coef=0.0)
             torch.manual_seed(0)  # of the routers
             model = MixtralForCausalLM(MixtralConfig(**kept, **further, sliding_window=None)).to(torch.bfloat16)
-            for place in [name.removesuffix("gate_proj.weight") for name in state if name.endswith("gate_proj.weight")]:
+            for place in [one.removesuffix("gate_proj.weight") for one in state if one.endswith("gate_proj.weight")]:
                 gate, up, down = (state.pop(f"{place}{one}_proj.weight") for one in ("gate", "up", "down"))
                 state[f"{place}experts.gate_up_proj"] = torch.cat([gate, up]).expand(EXPERTS, -1, -1)
                 state[f"{place}experts.down_proj"] = down.expand(EXPERTS, -1, -1)
             missing, unknown = model.load_state_dict(state, strict=False)
             assert not unknown and all(one.endswith("mlp.gate.weight") for one in missing), (missing, unknown)
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(base).save_pretrained(out)
+    with files.staging(out) as unfinished:
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
     return out
 
 

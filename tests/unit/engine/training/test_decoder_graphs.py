@@ -31,6 +31,7 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
         *("--data.packing", "true", "--data.max_length", "128", "--data.pack_length", "200"),
         *("--data.eval_file", str(tmp_path / "eval.jsonl"), "--training.eval_steps", "2"),
         *("--training.per_device_train_batch_size", "2", "--training.max_steps", "6", "--training.save_steps", "3"),
+        *("--training.per_device_eval_batch_size", "2"),  # that of the recording: sums of the same order
     ]
     trainers: list[Any] = []
     replayed: list[int] = []
@@ -65,6 +66,8 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
     assert recorded["losses"] == launched["losses"]
     assert resumed["cuda_graphs"]["used"] and resumed["losses"] == launched["losses"][3:]
     assert recorded["eval_loss_after"] == launched["eval_loss_after"]
+    histories = [[one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one] for trainer in trainers]
+    assert histories[0] == histories[1] and len(histories[0]) >= 3
     weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("launched", "recorded", "resumed")]
     for name, expected in weights[0].items():
         assert all(torch.equal(one[name], expected) for one in weights[1:])
