@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15763, 103),
+    "finetune/engine": (15870, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
     "finetune/measure": (3777, 19),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50300, 398),
+    "tests": (50430, 398),
 }
-TOTAL = (55680, 331)  # of the parts of finetune/ together
+TOTAL = (55787, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
