@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from finetune.engine import multimodal
 from finetune.engine.sharding import shard
@@ -18,6 +20,7 @@ from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Model
 
 PACKED = "finetune_packed"  # name among transformers' attention functions
+WIDEST = 256  # head_dim of the variable-length kernel
 FLASH_2 = "FlashAttention-2 (torch)"
 FLASH_4 = "FlashAttention-4"
 OTHER = "the model's own"
@@ -233,17 +236,18 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     return True
 
 
-def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
-    """Why the variable-length kernel of a GPU cannot compute a model in `dtype` here; None if it can."""
+def why_no_kernel(model: Model, dtype: torch.dtype, widest: float = math.inf) -> str | None:
+    """Why the kernels for packs of a GPU cannot compute a model in `dtype` here, with heads up to `widest`; None if
+    they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
     if torch.cuda.get_device_capability()[0] < 8:
         return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
     reached = multimodal.outside_towers(model).values()
     widths = {getattr(module, "head_dim", None) for module in reached if hasattr(module, "is_causal")}
-    wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > 256)]
+    wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > widest)]
     if wrong:
-        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to 256"
+        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to {WIDEST}"
     return None
 
 
@@ -334,7 +338,11 @@ def packed_attention(
         return sdpa_attention_forward(  # type: ignore[return-value]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **further
         )
-    if (found := found_in_call(attention_mask, {"dropout": dropout, **further})) is not None:
+    wide = query.shape[-1] > WIDEST
+    found = found_in_call(attention_mask, {"dropout": dropout, **further})
+    if found is None and wide and sliding_window is not None:
+        found = f"a sliding window over heads of {query.shape[-1]}"
+    if found is not None:
         raise UserError(
             f"This model's attention has {found}, which the kernel for packs does not compute. Set "
             "model.attn_implementation: sdpa."
@@ -343,10 +351,32 @@ def packed_attention(
 
     rows = kernel_inputs(query, key, value)
     longest = further["max_length_q"]
+    if wide:
+        return layer_output(wide_attention(rows[0], rows[1], rows[2], bounds, longest, scaling), value), None
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
     options: JsonObject = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
     return layer_output(output, value), None
+
+
+def wide_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """The same for heads wider than the variable-length kernel's (512 in Gemma 4): torch's memory-efficient kernel,
+    which takes the boundaries of nested tensors. As that kernel, [tokens, heads, head_dim] in and out."""
+    nested = []
+    for one in (query, key, value):
+        heads = one.repeat_interleave(query.shape[1] // one.shape[1], dim=1)
+        # The shortest is told, which torch would look up on the device, and 0 excludes the kernel.
+        rows = torch.nested.nested_tensor_from_jagged(heads, bounds, min_seqlen=1, max_seqlen=longest)
+        nested.append(rows.transpose(1, 2))
+    output = F.scaled_dot_product_attention(nested[0], nested[1], nested[2], is_causal=True, scale=scaling)
+    return output.transpose(1, 2).values()  # type: ignore[no-any-return]
 
 
 def kernel_inputs(*layer: torch.Tensor) -> list[torch.Tensor]:

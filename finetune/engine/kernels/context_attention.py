@@ -144,7 +144,7 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     if "longrope" in kinds or any("dynamic" in kind for kind in kinds):
         return f"the rotary embeddings of {model.config.model_type} depend on how long rows are"
     if next(model.parameters()).device.type == "cuda":
-        return attention.why_no_kernel(model, dtype)
+        return attention.why_no_kernel(model, dtype, attention.WIDEST)
     return None
 
 

@@ -38,7 +38,8 @@ def of_each_document(
         assert end - begin <= max_q
         q, k, v = (tensor[begin:end].transpose(0, 1).double() for tensor in (query, key, value))
         k, v = (tensor.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for tensor in (k, v))
-        ago = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        places = torch.arange(end - begin, device=query.device)
+        ago = places[:, None] - places
         seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
         scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
@@ -169,18 +170,43 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
     windowed = tiny.make_moe("Qwen2Moe", use_sliding_window=True, sliding_window=3, max_window_layers=1).bfloat16()
     windowed.set_attn_implementation("sdpa")
     uneven = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 20})).bfloat16()  # as OpenLLaMA 3B has heads of 100
-    large = LlamaForCausalLM(LlamaConfig(**sizes | {"head_dim": 264})).bfloat16()
-    for model in (softcap, dropout, wide, chosen, named, masks, ahead, windowed, uneven, large):
+    for model in (softcap, dropout, wide, chosen, named, masks, ahead, windowed, uneven):
         before = model.config._attn_implementation
         assert not attention.use_for_packs(model, model.dtype)
         assert model.config._attn_implementation == before
     assert attention.use_for_packs(GPT2LMHeadModel(GPT2Config(**small, attn_pdrop=0.0)), torch.bfloat16)
 
 
-@pytest.mark.parametrize("given", [{"dropout": 0.1}, {"indices": torch.ones(1)}, {"mask": torch.ones(1, 1, 8, 8)}])
+@pytest.mark.gpu
+@pytest.mark.process  # Triton starts some
+@pytest.mark.filterwarnings("default")
+def test_heads_of_512_on_a_gpu() -> None:
+    """Against the reference, with an empty document at the end, as graphs have them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value, weights = (
+        torch.randn(300, heads, 512, generator=generator, device="cuda").bfloat16().requires_grad_()
+        for heads in (8, 2, 2, 8)
+    )
+    bounds = torch.tensor([0, 130, 131, 300, 300], dtype=torch.int32, device="cuda")
+    found = attention.wide_attention(query, key, value, bounds, 200, 0.04)
+    wanted = of_each_document(query, key, value, bounds, bounds, 200, 200, scale=0.04, window_size=(-1, 0))
+    gradients = [torch.autograd.grad(one, (query, key, value), weights) for one in (found, wanted)]
+    for one, other in zip([found, *gradients[0]], [wanted, *gradients[1]], strict=True):
+        assert attention.difference(one, other) < attention.LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dropout": 0.1},
+        {"indices": torch.ones(1)},
+        {"mask": torch.ones(1, 1, 8, 8)},
+        {"sliding_window": 4, "width": 264},
+    ],
+)
 def test_a_call_that_needs_more_than_the_kernel_is_refused(given: dict) -> None:
     """In a model of an unknown kind."""
-    heads = torch.ones(1, 2, 8, 8)
+    heads = torch.ones(1, 2, 8, given.pop("width", 8))
     arguments = attention.batch_arguments(torch.tensor([8], dtype=torch.int32), torch.device("cpu"))
     mask = given.pop("mask", arguments.pop("attention_mask"))
     with pytest.raises(UserError, match="which the kernel for packs does not compute. Set model.attn_implementation"):

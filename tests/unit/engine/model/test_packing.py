@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch.nn.attention import varlen
 
@@ -159,6 +160,31 @@ def test_attention_beside_recurrent_layers_takes_the_kernel_for_packs(
     assert attention.use_for_packs(packed, torch.bfloat16)
     tried = packing.prepare_for_packs(packed, CONFIG, STACK)
     assert tried.leak is None and packed.config.get_text_config()._attn_implementation == attention.PACKED
+    assert_as_if_alone(packed, plain)
+
+
+def test_wide_heads_are_computed_beside_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's full attention has heads of 512; those of its windows the kernel takes."""
+    wide, plain_attention = [], F.scaled_dot_product_attention
+
+    def of_nested(*rows: torch.Tensor, **given: Any) -> torch.Tensor:
+        if not rows[0].is_nested:
+            return plain_attention(*rows, **given)
+        wide.append(rows[0].shape[-1])  # torch has no kernel for them on a CPU
+        documents = zip(*(one.unbind() for one in rows), strict=True)
+        found = [plain_attention(*(part[None] for part in one), **given)[0].transpose(0, 1) for one in documents]
+        return torch.nested.nested_tensor_from_jagged(torch.cat(found), rows[0].offsets()).transpose(1, 2)
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", of_nested)
+    monkeypatch.setattr(attention, "WIDEST", 16)
+    plain = make("Gemma4")
+    packed = copy.deepcopy(plain)
+    packed.set_attn_implementation("sdpa")
+    assert attention.use_for_packs(packed, torch.bfloat16)
+    assert packing.prepare_for_packs(packed, CONFIG, STACK).leak is None
+    assert packed.config.get_text_config()._attn_implementation == attention.PACKED and set(wide) == {32}
     assert_as_if_alone(packed, plain)
 
 
