@@ -13,15 +13,19 @@ factors while they have it. An MLP keeps gate and up without the adapters' parts
 
 `install` puts this in place of the forward methods of PEFT's layers and of Unsloth's functions for them. Whatever it
 does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before, and is rounded twice.
+
+Unsloth compiles the decoder layers of many families as a whole. torch.compile cannot follow the columns beside a weight
+and would break such a layer in pieces at each adapter, so there a LoRA layer is an operator that it does not look into.
 """
 
 from __future__ import annotations
 
+import itertools
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,7 +51,7 @@ class Group:
     @property
     def parts(self) -> list[slice]:
         """The rows of each adapter in `a`, and its columns in the product with it."""
-        ends = list(accumulate(self.ranks))
+        ends = list(itertools.accumulate(self.ranks))
         return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
 
     def factors(self, given: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
@@ -363,7 +367,7 @@ def project(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of an MLP with gate_proj, up_proj, down_proj and SiLU."""
     layers = (module.gate_proj, module.up_proj, module.down_proj)
-    if not all(map(is_supported, layers)):
+    if torch.compiler.is_compiling() or not all(map(is_supported, layers)):
         return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
     x = fp8.in_compute_dtype(x)
     (first, factors), (last, more) = _group(layers[:2]), _group(layers[2:])
@@ -382,7 +386,78 @@ def _attention_output(module: Any, x: torch.Tensor) -> torch.Tensor:
 def _lora_forward(layer: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if args or kwargs or not is_supported(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
-    return project(x, [layer])[0]
+    if not torch.compiler.is_compiling():
+        return project(x, [layer])[0]
+    name = active_adapter(layer)
+    pair = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return _compiled(fp8.in_compute_dtype(x), *pair, layer.lora_number)[0]
+
+
+_numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # LoRA layers
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("finetune::lora", mutates_args=())
+def _compiled(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`project` of one layer for torch.compile, and x times A, for the backward pass.
+
+    Args:
+        number: of the layer, int64 on the host. A number that is none is a constant of the compiled code, which would
+            then be compiled for each decoder layer.
+    """
+    group, _ = _group([_numbered[int(number)]])
+    (y,), inner = group.forward(_rows(x), *group.factors((a, b), x.dtype))
+    assert inner is not None
+    return _in_shape_of(x, y), inner
+
+
+@_compiled.register_fake
+def _(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(*x.shape[:-1], b.shape[0]), x.new_empty(_rows(x).shape[0], a.shape[0])
+
+
+@torch.library.custom_op("finetune::lora_gradients", mutates_args=())
+def _gradients_compiled(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    inner: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    number: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `_compiled`'s x, a and b."""
+    group, _ = _group([_numbered[int(number)]])
+    own = group.factors((a, b), x.dtype)
+    dx, da, db = group.backward([_rows(gradient)], _rows(x), inner, *own, wants_x=True)
+    da, db = _gradients(da, db, a.dtype)
+    assert dx is not None and da is not None and db is not None
+    return dx.view_as(x), da, db
+
+
+@_gradients_compiled.register_fake
+def _(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    inner: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    number: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, a, b, number = inputs
+    ctx.save_for_backward(x, output[1], a, b, number)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, *_: object) -> tuple:
+    return *_gradients_compiled(gradient, *ctx.saved_tensors), None
+
+
+_compiled.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _group(layers: Sequence[Any]) -> tuple[Group, list[torch.Tensor | None]]:
@@ -437,6 +512,8 @@ def install(model: Model, *, roomy: bool = True) -> int:
     layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer) and is_supported(one)]
     for layer in layers:
         layer.forward = types.MethodType(_lora_forward, layer)
+        number = next(_numbers)
+        layer.lora_number, _numbered[number] = torch.tensor(number), layer
     changed = set(map(id, layers))
     columns = {id(layer): sum(_group([layer])[0].ranks) for layer in layers}
     for module in model.modules():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.kernels import fused_lora
-from tests.helpers import tiny
+from tests.helpers import kernels, tiny
 from tests.helpers.kernels import check_equal
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -45,6 +45,38 @@ def model_with(path: Path, **lora: Any) -> Any:
 )
 def test_loss_and_gradients_are_those_of_peft(tiny_model: Path, lora: dict[str, Any], changed: int) -> None:
     assert check_equal(model_with(tiny_model, **lora), fused_lora.install) == changed
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+def test_layers_are_compiled_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Unsloth compiles decoder layers: no adapter breaks one in pieces, and one layer's code serves all."""
+    from peft import LoraConfig, get_peft_model
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    def install(model: Any) -> int:
+        whole = torch.compile(LlamaDecoderLayer.forward, backend=compiled, fullgraph=True)
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", whole)
+        return fused_lora.install(model)
+
+    adapters = LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)
+    model = get_peft_model(kernels.model_of("llama", num_hidden_layers=4), adapters).train()
+    model.config.use_cache = False
+    assert check_equal(model, install) == 28
+    assert compiled.frame_count == 2  # and the first layer, whose input has no gradient
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_layer_rounds_once(tiny_model: Path, autocast: bool) -> None:
+    model = model_with(tiny_model)
+    fused_lora.install(model if autocast else model.bfloat16())
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 7, layer.in_features).to(layer.weight.dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)(x)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, layer(x))
 
 
 def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
