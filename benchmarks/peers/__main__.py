@@ -26,7 +26,6 @@ from benchmarks.peers import cells, rank, report, rows
 from benchmarks.processes import end_with_this_one, run, say
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT = 420  # seconds of one run
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 
 
@@ -40,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", default="", help="only these, separated by commas")
     parser.add_argument("--before", type=Path, help="finetune/ and patches/ of another version: variants ours_before*")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON by variant: not to try its own settings")
+    parser.add_argument("--words", default="", help="further arguments of this package's runs")
+    parser.add_argument("--limit", type=float, default=420, help="seconds of one run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (documented ones run once)")
     parser.add_argument("--steps", type=int, default=40, help="of a run, the first --skip not measured")
     parser.add_argument("--skip", type=int, default=10)
@@ -164,7 +165,7 @@ def one_run(
         "stack": variant.stack,
         "method": cell.method,
         "packing": variant.packing,
-        "options": variant.options,
+        "options": variant.options | {"words": [*variant.options.get("words", []), *given.words.split()]},
         "settings": settings,
         "model": str(model.resolve()),
         "rows": str(file.resolve()),
@@ -192,7 +193,7 @@ def one_run(
             env=os.environ | {"PYTHONPATH": path} | threads | gpu,
             cwd=given.work,
             output=output,
-            timeout=LIMIT,
+            timeout=given.limit,
         )
     if code != 0 or not answer.is_file():
         end = log.read_text(errors="replace").strip().splitlines()[-12:]

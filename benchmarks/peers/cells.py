@@ -104,9 +104,9 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
         "trl_liger": Variant(stack="trl", settings=same, options={"liger": True}),
     }
     found["ours_flash_2"] = Variant(stack="ours", settings=packs, packing=True, options={"flash_2": True})
-    if "moe" in cell.size:
-        words = ["--model.backend", "transformers"]
-        found["ours_transformers"] = Variant(stack="ours", settings=packs, packing=True, options={"words": words})
+    words: dict[str, Any] = {"words": ["--model.backend", "transformers"]}
+    if "moe" in cell.size or cell.size in FAMILIES:
+        found["ours_transformers"] = Variant(stack="ours", settings=packs, packing=True, options=words)
     if cell.method == "lora":
         found["ours_fp8"] = Variant(stack="ours", settings=packs, packing=True, options={"fp8": True})
     if cell.lengths in ("real", "short"):
@@ -124,6 +124,8 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
             ),
             "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
         }  # fmt: skip
+        if cell.size in FAMILIES:
+            found["ours_transformers_padded"] = Variant(stack="ours", settings=padded, options=words)
     if "moe" in cell.size:
         for name, one in found.items():
             if "liger" in one.options:  # PEFT's layers around experts lack what Liger's experts read

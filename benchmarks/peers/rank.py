@@ -165,6 +165,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "packs": record.get("packs"),
         "layer_kernels": record.get("layer_kernels"),
         "experts": record.get("experts"),
+        "cuda_graphs": record.get("cuda_graphs"),
         "versions": record["versions"],
         "hardware": record["hardware"],
         "start_up": record.get("start_up"),
@@ -190,7 +191,7 @@ def arguments(request: dict[str, Any], out: Path) -> list[str]:
         *(["--model.load_in_4bit", "true"] if request["method"] == "qlora" else []),
         *(["--model.load_in_fp8", "true"] if request["options"].get("fp8") else []),
         *(["--model.packed_attention", "torch"] if request["options"].get("flash_2") else []),
-        *request["options"].get("words", []),
+        *request["options"]["words"],
     ]
 
 

@@ -188,3 +188,26 @@ def test_a_few_steps_learn_as_with_trl(tmp_path: Path) -> None:
     assert trl < base / 2
     for name in ("lora packed", "lora padded"):
         assert found[name]["loss"] == pytest.approx(trl, rel=0.003)
+
+
+def test_a_mixture_of_copies_computes_what_its_base_does(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = models.derive("moe", tiny_model, tmp_path / "moe")
+    ids = torch.arange(3, 40)[None]
+    base, mixture = (
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16).float() for one in (tiny_model, made)
+    )
+    assert mixture.config.num_local_experts == 4
+    torch.testing.assert_close(mixture(input_ids=ids).logits, base(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_fp8_keeps_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.engine.kernels import fp8
+
+    model = AutoModelForCausalLM.from_pretrained(models.derive("qwen-fp8", tiny_model, tmp_path / "fp8"))
+    for layer in (one for one in model.model.layers.modules() if isinstance(one, torch.nn.Linear)):
+        values, scales = fp8.quantize(layer.weight.detach())
+        assert torch.equal((values.float() * scales).to(layer.weight.dtype), layer.weight)
