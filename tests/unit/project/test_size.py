@@ -38,7 +38,7 @@ MOST = {
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50430, 398),
+    "tests": (50430, 399),
 }
 TOTAL = (55787, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
