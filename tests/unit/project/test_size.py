@@ -32,15 +32,15 @@ MOST = {
     "finetune/engine": (15870, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
-    "finetune/measure": (3777, 19),
+    "finetune/measure": (3792, 19),
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50430, 399),
+    "tests": (50450, 399),
 }
-TOTAL = (55787, 331)  # of the parts of finetune/ together
+TOTAL = (55802, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
