@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from finetune.engine.kernels import attention
 from finetune.engine.training import decoder_graphs
 from finetune.engine.training.decoder_graphs import Boundaries, DecoderGraphs, FlatGradients
 from finetune.errors import RunError
+from finetune.measure import graphs
 from tests.helpers import launch, tiny
 from tests.helpers.runs import Runs, give_trainer_to, in_this_process
 from tests.spies.recorded import RunsAgain
@@ -124,6 +126,26 @@ def test_a_recording_that_is_wrong_is_not_used(
     assert not refused["cuda_graphs"]["used"]
     assert "its results differ by" in refused["cuda_graphs"]["reason"], refused["cuda_graphs"]
     assert refused["losses"] == launched["losses"]
+
+
+def test_gradients_that_change_from_pass_to_pass_show_nothing() -> None:
+    """As a model amplifies rounding; the others do, and if there are none, no pass is taken to be right."""
+    generator = torch.Generator().manual_seed(0)
+
+    def results(noisy: float, exact: float, loss: float = 2.0) -> list[list[torch.Tensor]]:
+        first, second = torch.ones(2, 50)
+        moved = first + noisy * torch.randn(50, generator=generator)
+        return [[torch.tensor(loss), moved, second + exact * torch.randn(50, generator=generator)] for _ in range(2)]
+
+    expected = results(0.0, 0.0)
+    noise = graphs._squares(results(1.0, 0.005), expected)
+    told = noise[..., 0] <= graphs.MOST_NOISE**2 * noise[..., 1]
+    assert told.tolist() == [[True, False, True]] * 2
+    bound = graphs.OF_NOISE * graphs._difference(noise, told)
+    assert graphs._difference(graphs._squares(results(1.5, 0.005), expected), told) < bound < 0.05
+    assert graphs._difference(graphs._squares(results(1.0, 0.3), expected), told) > bound
+    assert graphs._difference(graphs._squares(results(1.0, 0.005, loss=2.2), expected), told) > bound
+    assert math.isnan(graphs._difference(noise, torch.tensor([[True, False, False]] * 2)))
 
 
 @pytest.mark.process
