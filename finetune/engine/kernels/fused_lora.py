@@ -513,7 +513,7 @@ def install(model: Model, *, roomy: bool = True) -> int:
     for layer in layers:
         layer.forward = types.MethodType(_lora_forward, layer)
         number = next(_numbers)
-        layer.lora_number, _numbered[number] = torch.tensor(number), layer
+        layer.lora_number, _numbered[number] = torch.tensor(number, device="cpu"), layer
     changed = set(map(id, layers))
     columns = {id(layer): sum(_group([layer])[0].ranks) for layer in layers}
     for module in model.modules():
