@@ -29,18 +29,18 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15870, 103),
+    "finetune/engine": (15878, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
-    "finetune/measure": (3792, 19),
+    "finetune/measure": (3798, 19),
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (477, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50450, 399),
+    "tests": (50465, 399),
 }
-TOTAL = (55802, 331)  # of the parts of finetune/ together
+TOTAL = (55816, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
