@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -128,24 +127,28 @@ def test_a_recording_that_is_wrong_is_not_used(
     assert refused["losses"] == launched["losses"]
 
 
-def test_gradients_that_change_from_pass_to_pass_show_nothing() -> None:
-    """As a model amplifies rounding; the others do, and if there are none, no pass is taken to be right."""
+def test_noise_of_some_gradients_does_not_admit_errors_of_others() -> None:
+    """A model may amplify the rounding of launched passes until four times their difference is all there is."""
     generator = torch.Generator().manual_seed(0)
 
-    def results(noisy: float, exact: float, loss: float = 2.0) -> list[list[torch.Tensor]]:
-        first, second = torch.ones(2, 50)
-        moved = first + noisy * torch.randn(50, generator=generator)
-        return [[torch.tensor(loss), moved, second + exact * torch.randn(50, generator=generator)] for _ in range(2)]
+    def results(noisy: float, exact: float, loss: float = 2.0, factor: float = 1.0) -> list[list[torch.Tensor]]:
+        each = [torch.ones(50) + share * torch.randn(50, generator=generator) for share in (noisy, exact)]
+        return [[torch.tensor(loss), torch.zeros(5), *(factor * one for one in each)] for _ in range(2)]
 
     expected = results(0.0, 0.0)
-    noise = graphs._squares(results(1.0, 0.005), expected)
-    told = noise[..., 0] <= graphs.MOST_NOISE**2 * noise[..., 1]
-    assert told.tolist() == [[True, False, True]] * 2
-    bound = graphs.OF_NOISE * graphs._difference(noise, told)
-    assert graphs._difference(graphs._squares(results(1.5, 0.005), expected), told) < bound < 0.05
-    assert graphs._difference(graphs._squares(results(1.0, 0.3), expected), told) > bound
-    assert graphs._difference(graphs._squares(results(1.0, 0.005, loss=2.2), expected), told) > bound
-    assert math.isnan(graphs._difference(noise, torch.tensor([[True, False, False]] * 2)))
+
+    def is_right(noise: float, *found: float, **further: float) -> bool:
+        launched = graphs._squares(results(noise, 0.005), expected)
+        told = launched[..., 0] <= graphs.MOST_NOISE**2 * launched[..., 1]
+        assert told.tolist() == [[True, True, False, True]] * 2
+        bounds = (graphs.OF_NOISE * graphs._differences(launched, told)).clamp(min=graphs.LARGEST_DIFFERENCE)
+        squares = graphs._squares(results(*found, **further), expected)
+        return bool((graphs._differences(squares, told) <= bounds).all())
+
+    assert is_right(0.1, 0.1, 0.005) and is_right(1.0, 1.5, 0.005)
+    assert not is_right(1.0, 1.0, 0.3)  # the gradients that repeat
+    assert not is_right(0.1, 2.0, 0.005) and not is_right(0.1, 0.1, 0.005, factor=2.0)  # all of them
+    assert not is_right(1.0, 1.0, 0.005, loss=2.2) and not is_right(1.0, float("nan"), 0.005)
 
 
 @pytest.mark.process
