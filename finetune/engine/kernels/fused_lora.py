@@ -376,7 +376,8 @@ def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _query_key_value(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = (module.q_proj, module.k_proj, module.v_proj)
-    return project(x, layers) if all(map(is_supported, layers)) else tuple(layer(x) for layer in layers)
+    together = not torch.compiler.is_compiling() and all(map(is_supported, layers))
+    return project(x, layers) if together else tuple(layer(x) for layer in layers)
 
 
 def _attention_output(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -390,23 +391,31 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: object, **kwargs: object) 
         return project(x, [layer])[0]
     name = active_adapter(layer)
     pair = layer.lora_A[name].weight, layer.lora_B[name].weight
-    return _compiled(fp8.in_compute_dtype(x), *pair, layer.lora_number)[0]
+    return _compiled(fp8.in_compute_dtype(x), *pair, layer.lora_number.value)[0]
 
 
 _numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # LoRA layers
 _numbers = itertools.count()
 
 
+class _Number:
+    """By which an operator finds its layer: int64 on the host. A number that is no tensor is a constant of the compiled
+    code, which would then be compiled for each decoder layer."""
+
+    def __init__(self, layer: Any) -> None:
+        number = next(_numbers)
+        self.value, self._layer = torch.tensor(number, device="cpu"), weakref.ref(layer)
+        _numbered[number] = layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Number:
+        return _Number(memo[id(self._layer())])  # the copy of the layer, which is being made
+
+
 @torch.library.custom_op("finetune::lora", mutates_args=())
 def _compiled(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`project` of one layer for torch.compile, and x times A, for the backward pass.
-
-    Args:
-        number: of the layer, int64 on the host. A number that is none is a constant of the compiled code, which would
-            then be compiled for each decoder layer.
-    """
+    """`project` of one layer for torch.compile, and x times A, for the backward pass."""
     group, _ = _group([_numbered[int(number)]])
     (y,), inner = group.forward(_rows(x), *group.factors((a, b), x.dtype))
     assert inner is not None
@@ -512,8 +521,7 @@ def install(model: Model, *, roomy: bool = True) -> int:
     layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer) and is_supported(one)]
     for layer in layers:
         layer.forward = types.MethodType(_lora_forward, layer)
-        number = next(_numbers)
-        layer.lora_number, _numbered[number] = torch.tensor(number, device="cpu"), layer
+        layer.lora_number = _Number(layer)
     changed = set(map(id, layers))
     columns = {id(layer): sum(_group([layer])[0].ranks) for layer in layers}
     for module in model.modules():

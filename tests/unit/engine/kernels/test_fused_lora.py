@@ -77,6 +77,20 @@ def test_a_compiled_layer_rounds_once(tiny_model: Path, autocast: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)(x)
         assert found.dtype == torch.bfloat16 and torch.equal(found, layer(x))
+        copied = copy.deepcopy(layer)  # with a weight of its own
+        copied.weight.data.mul_(2)
+        found = torch.compile(copied.forward, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(found, copied(x)) and not torch.equal(found, layer(x))
+
+
+def test_unsloths_projections_are_compiled_whole(tiny_model: Path) -> None:
+    model = model_with(tiny_model)
+    attention = model.get_base_model().model.layers[0].self_attn
+    attention.apply_qkv = None  # as Unsloth sets it
+    fused_lora.install(model)
+    x = torch.randn(2, 7, attention.q_proj.in_features)
+    compiled = torch.compile(attention.apply_qkv, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(attention, x), attention.apply_qkv(attention, x))
 
 
 def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
