@@ -46,6 +46,7 @@ REENTRANT, OTHER = [False, True], [True, True]
 
 
 @pytest.mark.unsloth
+@pytest.mark.campaign
 @pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """On one rank and on two: with the patch a Llama is checkpointed on two as on one, to the same gradients, and a
