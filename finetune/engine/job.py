@@ -294,7 +294,12 @@ def choose_attention(
         lengths = [len(ids) for row in range(min(per_device, len(layout))) for ids, _ in layout[row]]
         documents = (1, per_device + 1) if layout.packs.pack_length is None else layout.packs.segments(per_device)
         found = context_attention.own_shapes(attention.shapes(loaded, lengths, dtype), context.size)
-        return attention.choose(wanted, found, stack.torch_device, documents)
+        chosen = attention.choose(wanted, found, stack.torch_device, documents)
+        if (wide := max(attention.head_widths(loaded), default=0)) <= attention.WIDEST:
+            return chosen
+        return dataclasses.replace(
+            chosen, reason=f"{chosen.reason}; torch's memory-efficient kernel for heads of {wide}"
+        )
     if own == context_attention.NAME:  # on a CPU
         own = "sdpa"
     if wanted == "flash_4":

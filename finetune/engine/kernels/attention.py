@@ -243,12 +243,16 @@ def why_no_kernel(model: Model, dtype: torch.dtype, widest: float = math.inf) ->
         return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
     if torch.cuda.get_device_capability()[0] < 8:
         return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
-    reached = multimodal.outside_towers(model).values()
-    widths = {getattr(module, "head_dim", None) for module in reached if hasattr(module, "is_causal")}
-    wrong = [width for width in widths if isinstance(width, int) and (width % 8 or width > widest)]
-    if wrong:
+    if wrong := [width for width in head_widths(model) if width % 8 or width > widest]:
         return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to {WIDEST}"
     return None
+
+
+def head_widths(model: Model) -> set[int]:
+    """The head_dim of the attention layers that text reaches; empty if they do not name it."""
+    reached = multimodal.outside_towers(model).values()
+    widths = {getattr(module, "head_dim", None) for module in reached if hasattr(module, "is_causal")}
+    return {width for width in widths if isinstance(width, int)}
 
 
 def why_not_computed(model: Model) -> str | None:
@@ -352,7 +356,7 @@ def packed_attention(
     rows = kernel_inputs(query, key, value)
     longest = further["max_length_q"]
     if wide:
-        return layer_output(wide_attention(rows[0], rows[1], rows[2], bounds, longest, scaling), value), None
+        return layer_output(wide_attention(rows, bounds, longest, scaling), value), None
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
     options: JsonObject = {"scale": scaling, "window_size": window} | gqa_argument(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
@@ -360,21 +364,16 @@ def packed_attention(
 
 
 def wide_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scaling: float | None,
+    rows: Sequence[torch.Tensor], bounds: torch.Tensor, longest: int, scaling: float | None
 ) -> torch.Tensor:
-    """The same for heads wider than the variable-length kernel's (512 in Gemma 4): torch's memory-efficient kernel,
-    which takes the boundaries of nested tensors. As that kernel, [tokens, heads, head_dim] in and out."""
+    """The same for heads wider than that kernel's (512 in Gemma 4): torch's memory-efficient kernel, which takes the
+    boundaries of nested tensors. `rows` and output as that kernel's, [tokens, heads, head_dim]."""
     nested = []
-    for one in (query, key, value):
-        heads = one.repeat_interleave(query.shape[1] // one.shape[1], dim=1)
+    for one in rows:
+        heads = one.repeat_interleave(rows[0].shape[1] // one.shape[1], dim=1)
         # The shortest is told, which torch would look up on the device, and 0 excludes the kernel.
-        rows = torch.nested.nested_tensor_from_jagged(heads, bounds, min_seqlen=1, max_seqlen=longest)
-        nested.append(rows.transpose(1, 2))
+        each = torch.nested.nested_tensor_from_jagged(heads, bounds, min_seqlen=1, max_seqlen=longest)
+        nested.append(each.transpose(1, 2))
     output = F.scaled_dot_product_attention(nested[0], nested[1], nested[2], is_causal=True, scale=scaling)
     return output.transpose(1, 2).values()  # type: ignore[no-any-return]
 

@@ -429,12 +429,7 @@ def _(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor) -
 
 @torch.library.custom_op("finetune::lora_gradients", mutates_args=())
 def _gradients_compiled(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    inner: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    number: torch.Tensor,
+    gradient: torch.Tensor, x: torch.Tensor, inner: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `_compiled`'s x, a and b."""
     group, _ = _group([_numbered[int(number)]])
@@ -447,12 +442,7 @@ def _gradients_compiled(
 
 @_gradients_compiled.register_fake
 def _(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    inner: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    number: torch.Tensor,
+    gradient: torch.Tensor, x: torch.Tensor, inner: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 

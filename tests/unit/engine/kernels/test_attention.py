@@ -188,22 +188,16 @@ def test_heads_of_512_on_a_gpu() -> None:
         for heads in (8, 2, 2, 8)
     )
     bounds = torch.tensor([0, 130, 131, 300, 300], dtype=torch.int32, device="cuda")
-    found = attention.wide_attention(query, key, value, bounds, 200, 0.04)
+    found = attention.wide_attention((query, key, value), bounds, 200, 0.04)
     wanted = of_each_document(query, key, value, bounds, bounds, 200, 200, scale=0.04, window_size=(-1, 0))
     gradients = [torch.autograd.grad(one, (query, key, value), weights) for one in (found, wanted)]
     for one, other in zip([found, *gradients[0]], [wanted, *gradients[1]], strict=True):
         assert attention.difference(one, other) < attention.LARGEST_DIFFERENCE
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"dropout": 0.1},
-        {"indices": torch.ones(1)},
-        {"mask": torch.ones(1, 1, 8, 8)},
-        {"sliding_window": 4, "width": 264},
-    ],
-)
+@pytest.mark.parametrize("given", [
+    {"dropout": 0.1}, {"indices": torch.ones(1)}, {"mask": torch.ones(1, 1, 8, 8)}, {"sliding_window": 4, "width": 264},
+])  # fmt: skip
 def test_a_call_that_needs_more_than_the_kernel_is_refused(given: dict) -> None:
     """In a model of an unknown kind."""
     heads = torch.ones(1, 2, 8, given.pop("width", 8))
@@ -550,22 +544,28 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
             return [(np.ones(self.lengths[one]), None) for one in self.packs[row]]
 
     given: list[Any] = []
-    monkeypatch.setattr(attention, "choose", lambda *words: given.append(words))
+    one = attention.AttentionKernel(kernel=attention.FLASH_2, reason="faster")
+    monkeypatch.setattr(attention, "choose", lambda *words: given.append(words) or one)
+    monkeypatch.setattr(attention, "head_widths", lambda model: {64})
     text = SimpleNamespace(_attn_implementation="sdpa", num_attention_heads=4, hidden_size=32)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth", torch_device="cuda")
     monkeypatch.setattr("finetune.engine.model.packing.has_unsloths_attention", lambda model: True)
-    choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
+    found = choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
+    assert found == one
     ((wanted, shapes, device, documents),) = given
     assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 9, 40))
     # Two packs: of padding alone; or of two documents and a segment of padding each, and one more segment.
     assert documents == (2, 7)
     rest: Any = (stack, Layout(), 2, torch.bfloat16)
+    monkeypatch.setattr(attention, "head_widths", lambda model: {256, 512})
+    found = choose_attention("auto", model, *rest)
+    assert found.reason == "faster; torch's memory-efficient kernel for heads of 512" and given.pop()
     found = choose_attention("auto", model, *rest, why_torchs="its layers hold torch's")
     assert (found.kernel, found.reason) == (attention.FLASH_2, "its layers hold torch's") and len(given) == 1
     with pytest.raises(UserError, match="flash_4, which this run cannot use: its layers hold torch's"):
         choose_attention("flash_4", model, *rest, why_torchs="its layers hold torch's")
-    # Gemma 4 on Unsloth: heads of 512, for which transformers' layers and SDPA stay.
+    # A model that needs what the kernels lack, on Unsloth: transformers' layers and SDPA stay.
     monkeypatch.setattr("finetune.engine.model.packing.has_unsloths_attention", lambda model: False)
     found = choose_attention("auto", model, *rest)
     assert (found.kernel, found.masks) == ("sdpa", True) and len(given) == 1
