@@ -107,8 +107,8 @@ def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Re
         try:
             expected = _results(trainer)
             noise = _squares(_results(trainer), expected)
-            told = noise[..., 0] <= MOST_NOISE**2 * noise[..., 1]
-            if not bool(told[:, 0].all()) or told.double().mean() < FEWEST:
+            stable = noise[..., 0] <= MOST_NOISE**2 * noise[..., 1]
+            if not bool(stable[:, 0].all()) or stable.double().mean() < FEWEST:
                 return replace(own, reason="launched passes differ too much from each other to compare them"), None
             probe.free_gradients(trainer)
             graphs = DecoderGraphs(trainer)
@@ -123,7 +123,8 @@ def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Re
             return replace(own, reason=why), graphs
     graphs.gradients.zero()
     trainer.statistics.forget()
-    apart, bounds = _differences(squares, told), (OF_NOISE * _differences(noise, told)).clamp(min=LARGEST_DIFFERENCE)
+    apart = _differences(squares, stable)
+    bounds = (OF_NOISE * _differences(noise, stable)).clamp(min=LARGEST_DIFFERENCE)
     difference = float(apart.max())
     own = replace(own, replayed_seconds=replayed, difference=difference, gib=graphs.bytes / 2**30)
     if not bool((apart <= bounds).all()):
@@ -174,10 +175,10 @@ def _squares(found: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequenc
     return torch.stack([torch.stack([of(*pair) for pair in both]) for both in pairs]).cpu().double()
 
 
-def _differences(squares: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-    """The largest, in norm, of losses, of all gradients together, and of those together that are `told`."""
+def _differences(squares: torch.Tensor, stable: torch.Tensor) -> torch.Tensor:
+    """The largest, in norm, of losses, of all gradients together, and of those together that are `stable`."""
     gradients = squares[:, 1:]
-    kinds = [squares[:, 0], gradients.sum(1), gradients.masked_fill(~told[:, 1:, None], 0).sum(1)]
+    kinds = [squares[:, 0], gradients.sum(1), gradients.masked_fill(~stable[:, 1:, None], 0).sum(1)]
     ratios = torch.stack([one[:, 0] / one[:, 1] for one in kinds])
     return ratios.masked_fill(torch.stack([one[:, 0] == 0 for one in kinds]), 0).sqrt().amax(1)
 

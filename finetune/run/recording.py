@@ -154,5 +154,7 @@ def write_configuration(job: Job, output_dir: Path) -> None:
         packed_attention="flash_4" if flash_4 else "torch",
         layer_kernels="liger" if job.layer_kernels.kernels == liger.LIGER else "torch",
     )
-    head = "" if any((config.data.train_file, config.data.train, config.data.dataset_name)) else _NO_ROWS
-    files.write_text(output_dir / CONFIGURATION, head + dump_yaml(replace(config, model=model, training=training)))
+    content = dump_yaml(replace(config, model=model, training=training))
+    rows = config.data.train_file, config.data.train, config.data.dataset_name
+    head = "" if any(rows) else _NO_ROWS
+    files.write_text(output_dir / CONFIGURATION, head + content)

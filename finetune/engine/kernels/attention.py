@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -236,15 +235,14 @@ def use_for_packs(model: Model, dtype: torch.dtype, *, compiles: bool = True) ->
     return True
 
 
-def why_no_kernel(model: Model, dtype: torch.dtype, widest: float = math.inf) -> str | None:
-    """Why the kernels for packs of a GPU cannot compute a model in `dtype` here, with heads up to `widest`; None if
-    they can."""
+def why_no_kernel(model: Model, dtype: torch.dtype) -> str | None:
+    """Why the kernels for packs of a GPU cannot compute a model in `dtype` here; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "the packed-attention kernel computes in 16 bits, and model.dtype is float32"
     if torch.cuda.get_device_capability()[0] < 8:
         return "the packed-attention kernel needs a GPU of compute capability 8.0 or newer"
-    if wrong := [width for width in head_widths(model) if width % 8 or width > widest]:
-        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8 up to {WIDEST}"
+    if wrong := [width for width in head_widths(model) if width % 8]:
+        return f"the packed-attention kernel has no heads of {wrong[0]}, only multiples of 8"
     return None
 
 

@@ -154,7 +154,8 @@ def give_masks(model: Model) -> bool:
     if its attention needs more than masks."""
     from transformers.masking_utils import create_masks_for_generate
 
-    own = (base := shard.base_model(model)).config._attn_implementation
+    base = shard.base_model(model)
+    own = base.config._attn_implementation
     if own not in ("sdpa", "eager", attention.PACKED) or attention.why_not_computed(model):
         return False
     if own == attention.PACKED:

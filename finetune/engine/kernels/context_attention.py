@@ -144,7 +144,9 @@ def why_not_shared(model: Model, dtype: torch.dtype) -> str | None:
     if "longrope" in kinds or any("dynamic" in kind for kind in kinds):
         return f"the rotary embeddings of {model.config.model_type} depend on how long rows are"
     if next(model.parameters()).device.type == "cuda":
-        return attention.why_no_kernel(model, dtype, attention.WIDEST)
+        if (wide := max(attention.head_widths(model), default=0)) > attention.WIDEST:
+            return f"it has heads of {wide}, and GPUs share attention with heads up to {attention.WIDEST}"
+        return attention.why_no_kernel(model, dtype)
     return None
 
 

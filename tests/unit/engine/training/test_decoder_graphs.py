@@ -139,11 +139,11 @@ def test_noise_of_some_gradients_does_not_admit_errors_of_others() -> None:
 
     def is_right(noise: float, *found: float, **further: float) -> bool:
         launched = graphs._squares(results(noise, 0.005), expected)
-        told = launched[..., 0] <= graphs.MOST_NOISE**2 * launched[..., 1]
-        assert told.tolist() == [[True, True, False, True]] * 2
-        bounds = (graphs.OF_NOISE * graphs._differences(launched, told)).clamp(min=graphs.LARGEST_DIFFERENCE)
+        stable = launched[..., 0] <= graphs.MOST_NOISE**2 * launched[..., 1]
+        assert stable.tolist() == [[True, True, False, True]] * 2
+        bounds = (graphs.OF_NOISE * graphs._differences(launched, stable)).clamp(min=graphs.LARGEST_DIFFERENCE)
         squares = graphs._squares(results(*found, **further), expected)
-        return bool((graphs._differences(squares, told) <= bounds).all())
+        return bool((graphs._differences(squares, stable) <= bounds).all())
 
     assert is_right(0.1, 0.1, 0.005) and is_right(1.0, 1.5, 0.005)
     assert not is_right(1.0, 1.0, 0.3)  # the gradients that repeat
