@@ -24,12 +24,12 @@ _OF_ROWS = "attention_mask packed_seq_lengths seq_idx cu_seq_lens_q cu_seq_lens_
 
 
 def recurrent_layers(model: Model) -> dict[str, nn.Module]:
-    """The modules that mix tokens with a convolution, which all layers with a state have except RWKV's and MiniMax's,
-    by name."""
+    """The modules that mix tokens with a convolution, or in RWKV with a shift by one token, by name. All layers with a
+    state do, except MiniMax's."""
     return {
         name: one
         for name, one in multimodal.outside_towers(model).items()
-        if any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in one.children())
+        if any(isinstance(getattr(child, "base_layer", child), (nn.Conv1d, nn.ZeroPad2d)) for child in one.children())
     }
 
 

@@ -51,7 +51,7 @@ def stacked_weights(model: Model) -> dict[str, torch.Tensor]:
         for path, module in base.named_modules()
         if id(module) in inside and not isinstance(module, torch.nn.modules.conv._ConvNd)
         for name, weight in module.named_parameters(recurse=False)
-        if len(unpacked_shape(weight)) == 3
+        if len(shape := unpacked_shape(weight)) == 3 and shape[0] > 1  # RWKV has vectors of [1, 1, width]
     }
 
 

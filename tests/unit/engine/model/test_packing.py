@@ -37,7 +37,7 @@ RECURRENT = "recurrent layers run document by document"
 ATTENTION = {"Llama": {}, "Gemma3Text": {"head_dim": 16, "sliding_window": 8}, "Qwen3Moe": tiny.FAMILIES["Qwen3Moe"]}
 ATTENTION |= {"Gemma2": {"head_dim": 16, "sliding_window": 8}, "GptOss": tiny.FAMILIES["GptOss"]}
 # What has no convolution that would show its layers, and sinks beside a mask that is made without positions.
-REFUSED = ("Rwkv", "MiniMax", "GptOss")
+REFUSED = ("MiniMax", "GptOss")
 NEWER = Version(version("transformers")) >= Version("5.20")  # packs of Mamba 2 are refused without mamba-ssm
 
 
@@ -95,7 +95,7 @@ def test_packed_documents_are_as_if_alone(family: str) -> None:
     assert_as_if_alone(packed, plain)
 
 
-@pytest.mark.parametrize("family", ["Lfm2", "Qwen3_5", "Qwen3Next", "FalconH1", "NemotronH", "Mamba"])
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3_5", "Qwen3Next", "FalconH1", "NemotronH", "Mamba", "Rwkv"])
 def test_one_recurrent_layer_without_boundaries_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(family)
     layers = by_document.recurrent_layers(model)
