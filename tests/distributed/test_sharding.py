@@ -28,26 +28,9 @@ PLAIN = ("--model.backend", "transformers", "--training.gradient_checkpointing",
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose head is its embedding, with sizes that neither 2 nor 4 ranks divide."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tied")
-    tokenizer: Any = tiny.make_tokenizer(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 1,
-        hidden_size=36,
-        intermediate_size=61,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    heads: Any = dict(num_attention_heads=2, num_key_value_heads=1)
+    sizes: Any = dict(vocab_size=321, hidden=36, intermediate_size=61, layers=3)
+    return tiny.make_model(tmp_path_factory.mktemp("tied"), **sizes, **heads, tie_word_embeddings=True)
 
 
 def settings(model: Path, data: Path, *extra: str) -> list[str]:
@@ -225,26 +208,8 @@ def test_a_run_goes_on_from_sharded_to_ddp_and_back(tied_model: Path, tiny_data:
 @pytest.fixture(scope="session")
 def blocks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with rows of 256 numbers, so that 8-bit states have the same blocks on any number of ranks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("blocks")
-    tokenizer: Any = tiny.make_tokenizer(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 1,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    heads: Any = dict(num_attention_heads=2, num_key_value_heads=2)
+    return tiny.make_model(tmp_path_factory.mktemp("blocks"), hidden=256, intermediate_size=256, **heads)
 
 
 @pytest.mark.campaign

@@ -133,27 +133,17 @@ def make_tokenizer(folder: Path, vocab_size: int = 400):
     return tokenizer
 
 
-def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2) -> Path:
-    """A Llama of about 100,000 parameters with random weights, with its tokenizer."""
+def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, **shape: Any) -> Path:
+    """A Llama of about 100,000 parameters with random weights, with its tokenizer. `shape`: of LlamaConfig."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer: Any = make_tokenizer(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    own = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers)
+    own |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False)
+    own |= dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    LlamaForCausalLM(LlamaConfig(**own | shape)).save_pretrained(folder)
     return folder
 
 

@@ -99,6 +99,10 @@ def test_settings_for_experts(settings: str, expected: set[str]) -> None:
     assert found == {f"model.layers.{layer}.{name}" for layer in range(2) for name in expected}
 
 
+def test_vectors_of_three_dimensions_are_no_experts() -> None:
+    assert not expert_targets.stacked_weights(tiny.make_text("Rwkv", {}))
+
+
 @pytest.mark.parametrize("family", ["Glm4Moe", "Mixtral", "GptOss"])
 def test_an_adapter_beside_experts_is_loaded(family: str, tmp_path: Path) -> None:
     """And what it was saved with is what PEFT loads: the same outputs."""
