@@ -15,6 +15,7 @@ adapter and its gradients stay exact: they see x and the gradient as they are (`
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -66,9 +67,11 @@ def multiply(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """x (n, k) times weight (m, k) transposed, both quantized by rows, as (n, m) of `dtype`."""
-    return torch._scaled_mm(
-        x, weight.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=dtype, use_fast_accum=x.is_cuda
-    )
+    # On a CPU it is made of products that autocast would round.
+    with contextlib.nullcontext() if x.is_cuda else torch.autocast("cpu", enabled=False):
+        return torch._scaled_mm(
+            x, weight.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=dtype, use_fast_accum=x.is_cuda
+        )
 
 
 class Linear(nn.Linear):

@@ -274,16 +274,14 @@ def widened_rows(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def add_term(y: torch.Tensor, term: LowRankTerm | None, dtype: torch.dtype) -> torch.Tensor:
-    """y (n, m) with the term added in the precision of y or `dtype`, whichever is higher, as `dtype`."""
+    """y (n, m) with the term added in float32 or more, as `dtype`."""
     if term is None:
         return y.to(dtype)
     if y.is_cuda:
         from finetune.engine.kernels import triton_kernels
 
         return triton_kernels.add_term(y, term, dtype)
-    precise = torch.promote_types(y.dtype, dtype)
-    left, right = term.left.to(precise), term.right.to(precise)
-    return torch.addmm(y.to(precise), left, right, alpha=term.scaling).to(dtype)
+    return term.added_to(y, dtype)
 
 
 def write_columns(base: Any, both: torch.Tensor, part: slice, term: LowRankTerm) -> None:

@@ -17,6 +17,13 @@ class LowRankTerm:
     right: torch.Tensor
     scaling: float = 1.0
 
+    def added_to(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """y (n, m) and this, summed in float32 or more, as `dtype`."""
+        precise = torch.promote_types(torch.promote_types(y.dtype, dtype), torch.float32)
+        y, left, right = (one.to(precise) for one in (y, self.left, self.right))
+        with torch.autocast(y.device.type, enabled=False):  # which would round them to 16 bits again
+            return torch.addmm(y, left, right, alpha=self.scaling).to(dtype)
+
 
 def aligned(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A matrix (rows, columns) with aligned rows, for the caller to write."""

@@ -125,7 +125,7 @@ def _add_term(
 def add_term(y: torch.Tensor, term: LowRankTerm, dtype: torch.dtype) -> torch.Tensor:
     """`fused_lora.add_term` on a GPU."""
     if not largest_rank(y):
-        return torch.addmm(y.float(), term.left.float(), term.right.float(), alpha=term.scaling).to(dtype)
+        return term.added_to(y, dtype)
     (rows, columns), rank = y.shape, term.left.shape[1]
     y, total = y.contiguous(), y.new_empty(rows, columns, dtype=dtype)
     left = term.left if term.left.stride(1) == 1 else term.left.contiguous()

@@ -75,7 +75,8 @@ def test_no_part_of_a_projection_is_lost(kind: str, device: str, tokens: int, pa
     group = fused_lora.Group(tuple(layers), scalings, (RANK,) * 3)
 
     def outputs(scale: float) -> Any:
-        return fused_lora._Project.apply(x, group, *[f for a, b in pairs for f in (a, b * scale)])
+        with torch.autocast(device, torch.bfloat16):  # as in a run
+            return fused_lora._Project.apply(x, group, *[f for a, b in pairs for f in (a, b * scale)])
 
     for y, without, (a, b), scaling in zip(outputs(1.0), outputs(0.0), pairs, scalings, strict=True):
         expected = scaling * (x.double() @ a.double().t()) @ b.double().t()
@@ -106,7 +107,8 @@ def test_no_part_of_an_mlp_is_lost(
 
     def output(scale: float) -> torch.Tensor:
         given = (gate_a, gate_b * scale, up_a, up_b * scale, down_a, down_b * scale)
-        return fused_lora._Mlp.apply(x, first, last, *given)  # type: ignore[no-any-return]
+        with torch.autocast(device, torch.bfloat16):  # as in a run
+            return fused_lora._Mlp.apply(x, first, last, *given)  # type: ignore[no-any-return]
 
     gate_w, up_w, down_w = (frozen.weight(one, torch.float64) for one in layers)
     exact = x.double()
@@ -151,7 +153,7 @@ def test_no_part_of_an_expert_is_lost(where: str, device: str, tokens: int, part
             for one in grouped_experts._nested(layer):
                 if hasattr(one, "scaling"):
                     one.scaling["default"] = scale
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 found.append(layer(x.bfloat16().to(dtype), numbers, weights.bfloat16().to(dtype)))
         return found
 
