@@ -59,11 +59,15 @@ def own_options() -> Options:
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
     """How far a run may be from the reference. Sums in a different order differ by the rounding of their type, 2^-24
-    for float32 and 2^-9 for bfloat16, times the square root of several thousand terms."""
+    for float32 and 2^-9 for bfloat16, times the square root of several thousand terms. Once weights differ, every
+    16-bit forward pass rounds differently. The bounds for 16 bits are at least 1.7 times the largest differences
+    between correct runs of pretrained SmolLM2 (benchmarks/results/2026-11-28-parity-noise-cpu.json)."""
 
-    ratio: float  # distance from 1 of the ratio of gradient norms, in the first and in every step
+    ratio: float  # distance from 1 of the ratio of the first gradients' norms
     cosine: float  # of the first gradients, at least
-    loss: float  # relative difference, per step and held-out
+    first_loss: float  # relative difference
+    norm: float  # relative difference of the gradient norm, per step
+    loss: float  # relative difference, per later step and held-out
     weights: float  # norm of the difference over norm
 
 
@@ -71,10 +75,11 @@ STRATEGIES = ("ddp", "shard", "cp", "shard+cp")
 WORST_SHOWN = 3  # tensors printed if a comparison fails
 PIECE = 2**24  # elements compared at a time: 128 MiB in float64
 
+IN_16_BITS = Tolerance(ratio=5e-3, cosine=0.998, first_loss=3e-3, norm=3e-2, loss=1e-2, weights=2e-2)
 TOLERANCES = {
-    "float32": Tolerance(ratio=1e-4, cosine=0.99999, loss=1e-5, weights=1e-4),
-    "bfloat16": Tolerance(ratio=5e-3, cosine=0.999, loss=1e-3, weights=2e-2),
-    "float16": Tolerance(ratio=5e-3, cosine=0.999, loss=1e-3, weights=2e-2),
+    "float32": Tolerance(ratio=1e-4, cosine=0.99999, first_loss=1e-5, norm=1e-4, loss=1e-5, weights=1e-4),
+    "bfloat16": IN_16_BITS,
+    "float16": IN_16_BITS,
 }
 
 
@@ -311,8 +316,7 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
     each = [(key, found.ratio, found.cosine) for key, found in gradients.items() if found.first > floor]
     tensors = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))
     norm = float(((norms[1] - norms[0]).abs() / norms[0]).max())
-    # np.max propagates NaN; Python's max may ignore it.
-    loss = float(np.max([abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True)]))
+    losses = np.array([abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True)])
     early, late = one["eval_loss_after"], two["eval_loss_after"]
     eval_loss = None if early is None else abs(early - late) / abs(early)
     weights_apart = Products.sum(weights.values()).distance
@@ -322,10 +326,11 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
         failures.append(f"the gradient is {ratio:.4f} times the reference's (allowed 1 +- {allowed.ratio:g})")
     if not cosine >= allowed.cosine:
         failures.append(f"the gradient has a different direction: cosine {cosine:.6f} (at least {allowed.cosine})")
-    if not norm <= allowed.ratio:
-        failures.append(f"a step's gradient norm differs by {norm:.1e} (allowed {allowed.ratio:g})")
-    if not loss <= allowed.loss:
-        failures.append(f"a step's loss differs by {loss:.1e} (allowed {allowed.loss:g})")
+    if not norm <= allowed.norm:
+        failures.append(f"a step's gradient norm differs by {norm:.1e} (allowed {allowed.norm:g})")
+    for step, part, most in (("the first", losses[:1], allowed.first_loss), ("a later", losses[1:], allowed.loss)):
+        if not (loss := part.max(initial=0)) <= most:  # NumPy's max propagates NaN; Python's may ignore it
+            failures.append(f"{step} step's loss differs by {loss:.1e} (allowed {most:g})")
     if eval_loss is not None and not eval_loss <= allowed.loss:
         failures.append(f"the held-out loss differs by {eval_loss:.1e} (allowed {allowed.loss:g})")
     if not weights_apart <= allowed.weights:
@@ -336,7 +341,7 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
         ratio=ratio,
         cosine=cosine,
         norm=norm,
-        loss=loss,
+        loss=float(losses.max()),
         eval_loss=eval_loss,
         weights=weights_apart,
         tensors=tuple(tensors),

@@ -17,13 +17,19 @@ from finetune.errors import RunError
 from finetune.parity import command as parity
 
 
-def run(folder: Path, tensors: dict[str, torch.Tensor], losses: tuple[float, ...] = (2.0, 1.5)) -> Path:
+def run(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    losses: tuple[float, ...] = (2.0, 1.5),
+    norms: tuple[float, ...] = (1.0, 1.0),
+    dtype: str = "float32",
+) -> Path:
     """The files of a run of two steps; its weights are its gradients."""
     folder.mkdir()
     for name in ("gradient", "weights"):
         save_file(tensors, folder / f"{name}.safetensors")
-    save_file({"norms": torch.ones(2)}, folder / "norms.safetensors")
-    record = {"losses": losses, "eval_loss_after": None, "dtype": "float32", "hardware": {"device": "cpu"}}
+    save_file({"norms": torch.tensor(norms)}, folder / "norms.safetensors")
+    record = {"losses": losses, "eval_loss_after": None, "dtype": dtype, "hardware": {"device": "cpu"}}
     (folder / "run.json").write_text(json.dumps(record))
     return folder
 
@@ -49,7 +55,31 @@ def test_nan_and_infinity_fail(tmp_path: Path, wrong: float) -> None:
     assert any("the gradient is" in failure for failure in found.failures)
     right = {"a": torch.ones(3)}
     lost = parity.compare(run(tmp_path / "3", right), run(tmp_path / "4", right, losses=(2.0, math.nan)), 2)
-    assert [failure.split(" differs")[0] for failure in lost.failures] == ["a step's loss"]
+    assert [failure.split(" differs")[0] for failure in lost.failures] == ["a later step's loss"]
+
+
+FIRST, LATER, NORM = "the first step's loss", "a later step's loss", "a step's gradient norm"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "losses", "norms", "expected"),
+    [
+        # The largest differences between correct runs of SmolLM2 (benchmarks/results/2026-11-28-parity-noise-cpu.json).
+        ("bfloat16", (1.7e-3, 3.7e-3), (1.3e-3, 1.4e-2), []),
+        ("bfloat16", (5.5e-3, 2.3e-3), (3.6e-3, 3.4e-3), [FIRST]),
+        ("bfloat16", (0.0, 1.5e-2), (0.0, 4.3e-2), [NORM, LATER]),
+        ("float32", (9e-8, 5e-8), (9e-8, 5e-7), []),
+        ("float32", (2e-5, 2e-5), (0.0, 2e-4), [NORM, FIRST, LATER]),
+    ],
+)
+def test_16_bits_may_round_differently(
+    tmp_path: Path, dtype: str, losses: tuple[float, ...], norms: tuple[float, ...], expected: list[str]
+) -> None:
+    tensors = {"a": torch.ones(3)}
+    moved = (2.0 * (1 + losses[0]), 1.5 * (1 + losses[1])), (1 + norms[0], 1 + norms[1])
+    one, two = run(tmp_path / "1", tensors, dtype=dtype), run(tmp_path / "2", tensors, *moved, dtype=dtype)
+    failures = parity.compare(one, two, 2).failures
+    assert [failure.split(" differs")[0] for failure in failures] == expected
 
 
 def test_other_tensors_are_refused(tmp_path: Path) -> None:
