@@ -181,7 +181,7 @@ def test_wide_heads_are_computed_beside_those_of_the_kernel(monkeypatch: pytest.
     monkeypatch.setattr(attention, "WIDEST", 16)
     plain = make("Gemma4")
     packed = copy.deepcopy(plain)
-    packed.set_attn_implementation("sdpa")
+    packed.get_decoder().set_attn_implementation("sdpa")  # its audio tower lacks it
     assert attention.use_for_packs(packed, torch.bfloat16)
     assert packing.prepare_for_packs(packed, CONFIG, STACK).leak is None
     assert packed.config.get_text_config()._attn_implementation == attention.PACKED and set(wide) == {32}
