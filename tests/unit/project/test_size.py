@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (479, 4),
     "finetune/runtime": (5795, 35),
     "patches": (1145, 17),
-    "tests": (50455, 399),
+    "tests": (50471, 399),
 }
-TOTAL = (55826, 331)  # of the parts of finetune/ together
+TOTAL = (55839, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
