@@ -129,3 +129,17 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.make_rows(folder / "train.jsonl", 50)
     tiny.make_rows(folder / "eval.jsonl", 11, seed=1)
     return folder
+
+
+@pytest.fixture
+def evaluating_run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Arguments of a run in this process, of 12 steps, that evaluates at every second one."""
+    from tests.helpers.runs import in_this_process
+
+    given = ["--model.model_name_or_path", str(tiny_model), "--model.backend", "transformers"]
+    given += ["--data.train_file", str(tiny.make_rows(tmp_path / "train.jsonl", 24)), "--data.num_proc", "1"]
+    given += ["--data.eval_file", str(tiny.make_rows(tmp_path / "eval.jsonl", 4, seed=1))]
+    given += ["--training.output_dir", str(tmp_path / "out"), "--training.global_batch_size", "2"]
+    given += ["--training.max_steps", "12", "--training.eval_steps", "2", "--logging.generate_samples", "0"]
+    with in_this_process(monkeypatch, tmp_path):
+        yield given

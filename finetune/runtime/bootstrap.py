@@ -25,7 +25,7 @@ from typing import Any
 import patches
 from finetune.errors import UserError
 from finetune.runtime import startup
-from finetune.runtime.files import cache_folder
+from finetune.runtime.files import cache_folder, private_folder
 from finetune.runtime.machine import cpu_threads, flash
 from finetune.runtime.ranks import distributed
 from patches import core
@@ -135,6 +135,7 @@ def start(
             f"UNSLOTH_MOE_LORA_B_LAYOUT is {os.environ['UNSLOTH_MOE_LORA_B_LAYOUT']}: runs train stacked experts in "
             "PEFT's order. Unset it; an adapter in Unsloth's older order is converted when it is loaded."
         )
+    keep_bytecode()
     scan_packages_once()
     set_environment()
     leave_out_noise()
@@ -279,6 +280,19 @@ def set_environment() -> None:
         # If one process sees several GPUs, transformers wraps the model in DataParallel.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
+def keep_bytecode() -> None:
+    """Keep the bytecode of what is imported from here on in the cache folder, if torch's is nowhere: its folder can't
+    be written, or PYTHONDONTWRITEBYTECODE is set, as in many container images. Compiling takes most of such a start
+    (docs/defects.md, D12). One rank of a machine writes it."""
+    if sys.pycache_prefix or (torch := importlib.util.find_spec("torch")) is None or torch.origin is None:
+        return
+    beside = Path(importlib.util.cache_from_source(torch.origin))
+    writable = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
+    if not beside.is_file() and not writable and (folder := private_folder(cache_folder() / "bytecode")):
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
+        sys.dont_write_bytecode = distributed.ranks().local_rank > 0
 
 
 def scan_packages_once() -> None:

@@ -22,20 +22,7 @@ from finetune.errors import RunError
 from finetune.review import conclusion, main
 from finetune.runtime import command
 from finetune.runtime.ranks import interrupt
-from tests.helpers import tiny
-from tests.helpers.runs import give_trainer_to, in_this_process
-
-
-@pytest.fixture
-def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of a run of 12 steps that evaluates every second one."""
-    given = ["--model.model_name_or_path", str(tiny_model), "--model.backend", "transformers"]
-    given += ["--data.train_file", str(tiny.make_rows(tmp_path / "train.jsonl", 24)), "--data.num_proc", "1"]
-    given += ["--data.eval_file", str(tiny.make_rows(tmp_path / "eval.jsonl", 4, seed=1))]
-    given += ["--training.output_dir", str(tmp_path / "out"), "--training.global_batch_size", "2"]
-    given += ["--training.max_steps", "12", "--training.eval_steps", "2", "--logging.generate_samples", "0"]
-    with in_this_process(monkeypatch, tmp_path):
-        yield given
+from tests.helpers.runs import give_trainer_to
 
 
 def run(arguments: list[str]) -> int:
@@ -43,14 +30,14 @@ def run(arguments: list[str]) -> int:
 
 
 def test_the_last_lines_say_whether_it_learned(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A learning rate that ruins the model, and one that does not."""
     out, lines, terminal = tmp_path / "out", [], io.StringIO()
     called = lambda self, text: text.replace("training.learning_rate", "LEARNING_RATE")  # noqa: E731  as a script's door
     monkeypatch.setattr("finetune.run.story.Door.named", called)
     monkeypatch.setattr(building, "console", lambda: Console(file=terminal, force_terminal=True, width=200))
-    arguments += [
+    evaluating_run += [
         "--logging.logging_steps",
         "1",
         "--training.max_steps",
@@ -61,7 +48,7 @@ def test_the_last_lines_say_whether_it_learned(
         "true",
     ]
     for more in (["--training.learning_rate", "3"], ["--training.learning_rate", "1e-2"]):
-        assert run([*arguments, *more, "--training.overwrite_output_dir", "true"]) == 0
+        assert run([*evaluating_run, *more, "--training.overwrite_output_dir", "true"]) == 0
         printed = capsys.readouterr().out
         assert "rediction" not in printed and "patched" not in printed  # none was made; doctor and run.json have them
         lines.append(printed.replace("\n", " ").partition("run.json are in ")[2])
@@ -80,7 +67,9 @@ def test_the_last_lines_say_whether_it_learned(
     assert conclusion(out) == (["The run could not be reviewed: ZeroDivisionError: division by zero"], None)
 
 
-def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stopping_ends_the_run(
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The held-out loss never falls by 100 nats: of three evaluations two are no better than the first. A secret among
     the settings is in neither record of the run."""
     from transformers import EarlyStoppingCallback
@@ -90,9 +79,9 @@ def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path, monke
         building.complete_early_stopping(trainer)
 
     token = "hf" + "_" + "aB3xK9qZ7mW2" * 3
-    arguments += ["--json", str(tmp_path / "result.json"), "--data.system_prompt", f"Say {token}."]
+    evaluating_run += ["--json", str(tmp_path / "result.json"), "--data.system_prompt", f"Say {token}."]
     give_trainer_to(monkeypatch, add)
-    assert run(arguments) == 0
+    assert run(evaluating_run) == 0
     for name in ("out/run.json", "result.json"):
         shown = (tmp_path / name).read_text()
         assert "***" in shown and token not in shown, name
@@ -102,7 +91,7 @@ def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path, monke
 
 
 def test_weights_that_the_last_step_spoils_are_reported(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The loss of the last step is that of the weights before it. Their evaluation is not a number."""
 
@@ -114,10 +103,10 @@ def test_weights_that_the_last_step_spoils_are_reported(
 
         trainer.add_callback(Spoil())
 
-    arguments[arguments.index("--training.max_steps") + 1] = "1"
-    arguments[arguments.index("--training.eval_steps") + 1] = "0"
+    evaluating_run[evaluating_run.index("--training.max_steps") + 1] = "1"
+    evaluating_run[evaluating_run.index("--training.eval_steps") + 1] = "0"
     give_trainer_to(monkeypatch, spoil)
-    assert run(arguments) == 1
+    assert run(evaluating_run) == 1
     printed = capsys.readouterr().err
     assert "error: The evaluation loss after step 1 is not finite (nan). Lower training.learning_rate" in printed
     assert "Traceback" not in printed
@@ -125,7 +114,7 @@ def test_weights_that_the_last_step_spoils_are_reported(
 
 
 def test_a_disk_that_is_full_at_the_very_end(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = record.write_json
 
@@ -135,7 +124,7 @@ def test_a_disk_that_is_full_at_the_very_end(
         write(path, content)
 
     monkeypatch.setattr(record, "write_json", write_until_done)
-    assert run(arguments) == 1
+    assert run(evaluating_run) == 1
     shown = capsys.readouterr().err
     assert "No space left on the disk" in shown and "run.json" in shown and "Traceback" not in shown
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
@@ -143,7 +132,7 @@ def test_a_disk_that_is_full_at_the_very_end(
 
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_a_signal_while_a_failure_is_recorded_waits(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     """run.json says that the run failed, or that it was stopped before its first step; not that it is running."""
     write, deferred = record.write_json, []
@@ -162,21 +151,21 @@ def test_a_signal_while_a_failure_is_recorded_waits(
     monkeypatch.setattr(record, "write_json", look_and_write)
     monkeypatch.setattr(interrupt, "state", interrupt.State())
     give_trainer_to(monkeypatch, fail)
-    assert run(arguments) == (130 if status == "interrupted" else 1)
+    assert run(evaluating_run) == (130 if status == "interrupted" else 1)
     found = json.loads((tmp_path / "out" / "run.json").read_text())
     assert deferred == [1] and found["status"] == status
     assert found.get("interrupted_by") == ("SIGTERM" if status == "interrupted" else None)
 
 
 def test_the_configuration_of_a_run_repeats_it(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.yaml has nothing left to choose, and the same losses to the last bit."""
     monkeypatch.chdir(tmp_path)
-    arguments[arguments.index("--training.global_batch_size") + 1] = "4"
-    arguments[arguments.index("--training.max_steps") + 1] = "3"
-    arguments[arguments.index("--training.eval_steps") + 1] = "0"
-    given = [*arguments, "--training.adam_beta2", "0.9", "--lora.r", "3", "--training.warmup_ratio", "0.5"]
+    evaluating_run[evaluating_run.index("--training.global_batch_size") + 1] = "4"
+    evaluating_run[evaluating_run.index("--training.max_steps") + 1] = "3"
+    evaluating_run[evaluating_run.index("--training.eval_steps") + 1] = "0"
+    given = [*evaluating_run, "--training.adam_beta2", "0.9", "--lora.r", "3", "--training.warmup_ratio", "0.5"]
     assert run([*given, "--training.per_device_train_batch_size", "2"]) == 0
     text = (tmp_path / "out" / "run.yaml").read_text()
     resolved = load(["--config", str(tmp_path / "out" / "run.yaml")])

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import os
+import py_compile
 import sys
 import warnings
 from importlib import metadata
@@ -73,6 +74,7 @@ def test_the_allocator_is_configured_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], at_start: str
 ) -> None:
     """torch reads the variable then, and never again; Unsloth would set it later."""
+    import peft  # noqa: F401  it imports bitsandbytes, which would look for the pretended GPU
     import torch
 
     for name in bootstrap.ALLOCATOR:
@@ -161,6 +163,32 @@ def test_collections_leave_out_what_was_imported() -> None:
         kept.append(kept)
     assert gc.isenabled() and gc.get_freeze_count() > 1000
     assert not any(one is kept for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("kept", [None, "beside", "writable", "the user's", "shared", "rank 1"])
+def test_bytecode_is_kept_where_the_libraries_have_none(
+    kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container image with PYTHONDONTWRITEBYTECODE, whose packages were installed without bytecode."""
+    cache, torch = tmp_path / "cache" / "bytecode", tmp_path / "torch.py"
+    (tmp_path / "imported_later.py").touch()
+    spec, find = importlib.util.spec_from_file_location("torch", torch), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch" else find(name))
+    monkeypatch.setattr(sys, "pycache_prefix", "/mine" if kept == "the user's" else None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", kept != "writable")
+    monkeypatch.setenv("FINETUNE_CACHE", str(cache.parent))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items() if kept == "rank 1" else ():
+        monkeypatch.setenv(name, value)
+    if kept == "beside":
+        py_compile.compile(str(torch.with_name("imported_later.py")), importlib.util.cache_from_source(str(torch)))
+    cache.mkdir(0o777 if kept == "shared" else 0o700, parents=True)
+    cache.chmod(0o777 if kept == "shared" else 0o700)  # whoever may write there may run code here
+    bootstrap.start("transformers")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
+    importlib.import_module("imported_later")
+    assert [one.stem.split(".")[0] for one in cache.rglob("*.pyc")] == ([] if kept else ["imported_later"])
+    assert (sys.pycache_prefix == str(cache)) == (kept in (None, "rank 1"))
 
 
 def test_packages_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:

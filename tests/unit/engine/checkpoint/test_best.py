@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from finetune.config.schema import ConfigError
 from finetune.engine.checkpoint.best import BestModel
 from finetune.engine.training.trainer import SFTTrainer
 from finetune.runtime import command
-from tests.helpers import tiny
-from tests.helpers.runs import in_this_process
 
 BEST = ("--training.load_best_model_at_end", "true")
 RESUME = ("--training.resume_from_checkpoint", "true")
@@ -66,18 +63,6 @@ def test_a_loss_that_is_not_a_number_is_no_improvement(tmp_path: Path) -> None:
     assert control.should_training_stop
 
 
-@pytest.fixture
-def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Of a run of 12 steps that evaluates at every second one."""
-    given = ["--model.model_name_or_path", str(tiny_model), "--model.backend", "transformers"]
-    given += ["--data.train_file", str(tiny.make_rows(tmp_path / "train.jsonl", 24)), "--data.num_proc", "1"]
-    given += ["--data.eval_file", str(tiny.make_rows(tmp_path / "eval.jsonl", 4, seed=1))]
-    given += ["--training.output_dir", str(tmp_path / "out"), "--training.global_batch_size", "2"]
-    given += ["--training.max_steps", "12", "--training.eval_steps", "2", "--logging.generate_samples", "0"]
-    with in_this_process(monkeypatch, tmp_path):
-        yield given
-
-
 def run(arguments: list[str], code: int = 0) -> dict[str, Any]:
     assert command.run_guarded(lambda: train.run(load(arguments))) == code
     folder = Path(arguments[arguments.index("--training.output_dir") + 1])
@@ -112,7 +97,7 @@ def assert_final_is(out: Path, step: int) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_the_best_weights_are_the_final_model(
-    arguments: list[str],
+    evaluating_run: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -121,7 +106,7 @@ def test_the_best_weights_are_the_final_model(
     """Best at step 4, the training ends at 8. save_steps has nothing to do with eval_steps, and rotation keeps two."""
     out = tmp_path / "out"
     worsen(monkeypatch, after=4)
-    given = [*arguments, *BEST, "--training.early_stopping_patience", "2", "--training.save_steps", "5"]
+    given = [*evaluating_run, *BEST, "--training.early_stopping_patience", "2", "--training.save_steps", "5"]
     given += ["--training.save_total_limit", "2", "--training.learning_rate", "1e-2", "--logging.logging_steps", "5"]
     given += ["--model.full_finetuning", "true"] if full else []
     content = run(given)
@@ -151,16 +136,18 @@ def test_the_best_weights_are_the_final_model(
 
 
 @pytest.mark.campaign
-def test_the_last_step_can_be_the_best(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_can_be_the_best(
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """12 is no multiple of 5: the last step is evaluated nevertheless, and wins."""
     worsen(monkeypatch, after=12)
-    content = run([*arguments, *BEST, "--training.eval_steps", "5", "--training.save_steps", "0"])
+    content = run([*evaluating_run, *BEST, "--training.eval_steps", "5", "--training.save_steps", "0"])
     assert (content["best"]["step"], content["early_stopping"]) == (12, None)
     assert_final_is(tmp_path / "out", 12)
 
 
 def test_a_damaged_best_checkpoint_is_not_loaded(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worsen(monkeypatch, after=2)
     load_best = SFTTrainer._load_best_model
@@ -173,18 +160,18 @@ def test_a_damaged_best_checkpoint_is_not_loaded(
         load_best(self)
 
     monkeypatch.setattr(SFTTrainer, "_load_best_model", damage)
-    assert run([*arguments, *BEST, "--training.max_steps", "4"], code=1)["status"] == "failed"
+    assert run([*evaluating_run, *BEST, "--training.max_steps", "4"], code=1)["status"] == "failed"
     shown = " ".join(capsys.readouterr().err.split())
     assert "adapter_model.safetensors does not match its checksum" in shown and "checkpoint-4" in shown
 
 
 @pytest.mark.campaign
 def test_resume_keeps_the_best_so_far(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Best at step 2, resumed at step 6; and once more without the best checkpoint, then with another metric."""
     worsen(monkeypatch, after=2)
-    given = [*arguments, *BEST, "--training.save_steps", "2", "--training.lr_scheduler_type", "constant"]
+    given = [*evaluating_run, *BEST, "--training.save_steps", "2", "--training.lr_scheduler_type", "constant"]
     run([*given, "--training.max_steps", "6"])
     shutil.copytree(tmp_path / "out", tmp_path / "other")
     assert run([*given, *RESUME])["best"] == {"step": 2, "metric": "eval_loss", "value": 1.0, "loaded": True}
@@ -225,11 +212,11 @@ def test_metrics_know_which_direction_is_better() -> None:
     assert load([]).training.best_metric is None
 
 
-def test_the_best_model_needs_held_out_rows_of_the_script(arguments: list[str]) -> None:
+def test_the_best_model_needs_held_out_rows_of_the_script(evaluating_run: list[str]) -> None:
     """A script's function may return no held-out rows, which is known only after it has run."""
     from finetune.engine.checkpoint import best
     from finetune.errors import UserError
 
-    training = load([*arguments, *BEST]).training
+    training = load([*evaluating_run, *BEST]).training
     with pytest.raises(UserError, match="no rows are held out"):
         best.best_model_callbacks(training, evaluates=False)
