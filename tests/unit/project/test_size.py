@@ -36,11 +36,11 @@ MOST = {
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
-    "finetune/runtime": (5795, 35),
+    "finetune/runtime": (5819, 35),
     "patches": (1145, 17),
-    "tests": (50471, 399),
+    "tests": (50497, 399),
 }
-TOTAL = (55839, 331)  # of the parts of finetune/ together
+TOTAL = (55866, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
