@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from finetune.redact import redact
 from finetune.runtime.types import JsonObject
 
 BLOCK_BYTES = 1 << 22  # read at a time for a checksum
+AHEAD_BYTES = 1 << 17  # of one piece of advice: Linux reads no more than a device's read_ahead_kb, 128 or more
 READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
 
 
@@ -435,6 +437,28 @@ def remove_atomically(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.rename(path, aside)
     remove(aside)
+
+
+# --- read ahead -----------------------------------------------------------------------------------------------------
+
+
+def read_ahead(paths: Iterable[Path]) -> None:
+    """Have the system read files into its memory while this process does something else, on systems that take such
+    advice; not if together they need more than half of the free memory. What cannot be read is left to its reader."""
+    import psutil
+
+    sizes = {path: path.stat().st_size for path in paths}
+    if not hasattr(os, "posix_fadvise") or sum(sizes.values()) > psutil.virtual_memory().available / 2:
+        return
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            for path, size in sizes.items():
+                with open_regular(path) as file:
+                    for start in range(0, size, AHEAD_BYTES):
+                        os.posix_fadvise(file.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+
+    threading.Thread(target=read, name="read-ahead", daemon=True).start()
 
 
 # --- checksums ------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from finetune.data import sources
 from finetune.data.templates.chat_templates import load_template
 from finetune.engine import invariants
 from finetune.engine.checkpoint import output_folder, resume
-from finetune.engine.preflight import config_checks
+from finetune.engine.preflight import config_checks, model_files
 from finetune.engine.record import RunRecord
-from finetune.runtime import bootstrap, startup, user_code
+from finetune.runtime import bootstrap, files, startup, user_code
 from finetune.runtime.ranks import activity, context_group, distributed, multinode, process_group
 from finetune.runtime.ranks.context_group import ContextGroup, StandIn
 
@@ -154,6 +154,9 @@ def _start_backend(config: Config, without: Collection[str]) -> Stack:
     backend, setting = config.model.backend, "model.backend"
     if backend == "auto" and (reason := needs_transformers(config)) is not None:
         backend, setting = "transformers", reason
+    folder = model_files.model_folder(str(config.model.model_name_or_path), config.model.revision)
+    if folder is not None and distributed.ranks().is_local_main:
+        files.read_ahead(folder.glob("*.safetensors"))  # the imports need the processor, the weights the disk
     with bootstrap.library_imports():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)

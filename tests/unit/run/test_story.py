@@ -6,10 +6,14 @@ import errno
 import io
 import json
 import math
+import os
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 from transformers import TrainerCallback
@@ -177,3 +181,25 @@ def test_the_configuration_of_a_run_repeats_it(
     first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("out", "again"))
     assert first["losses"] == second["losses"] and len(first["losses"]) == 3
     assert first["final_files"] == second["final_files"]
+
+
+@pytest.mark.parametrize("free", [None, 1000], ids=["", "little memory is free"])
+def test_the_weights_are_read_while_the_libraries_are_imported(
+    evaluating_run: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch, free: int | None
+) -> None:
+    """By the system, to the last byte, unless they need more than half of the free memory."""
+    read: list[tuple[str, int, int]] = []
+
+    def advised(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        read.append((os.readlink(f"/proc/self/fd/{descriptor}"), start, length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    if free is not None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=free))
+    assert run([*evaluating_run, "--training.max_steps", "1"]) == 0
+    for thread in (one for one in threading.enumerate() if one.name == "read-ahead"):
+        thread.join()
+    weights = tiny_model / "model.safetensors"
+    pieces = range(0, weights.stat().st_size, 1 << 17) if free is None else ()
+    assert read == [(str(weights.resolve()), start, 1 << 17) for start in pieces]
