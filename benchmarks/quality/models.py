@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import hashlib
 import importlib.util
 import os
@@ -176,9 +177,11 @@ def derive(name: str, base: Path, out: Path) -> Path:
 
 def convert(gguf: Path, out: Path, pad: str) -> None:
     """Write the Hugging Face folder `out` from a GGUF file."""
+    import gguf as reading  # pyright: ignore[reportMissingImports]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    reading.GGUFReader = functools.cache(reading.GGUFReader)  # it is read five times, which took half of the conversion
     folder, name = str(gguf.resolve().parent), gguf.name
     read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
     tokenizer: Any = by_rank(gguf) or by_bytes(AutoTokenizer.from_pretrained(folder, gguf_file=name))
@@ -186,8 +189,9 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     if hasattr(config, "quantization_config"):  # of the file; the weights are dequantized
         del config.quantization_config
     config.architectures = [type(read).__name__]
-    model: Any = type(read)(config).to(torch.bfloat16)
-    model.load_state_dict(read.state_dict())
+    with torch.device("meta"):  # the weights follow
+        model: Any = type(read)(config)
+    model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     if end is not None:
