@@ -177,11 +177,9 @@ def derive(name: str, base: Path, out: Path) -> Path:
 
 def convert(gguf: Path, out: Path, pad: str) -> None:
     """Write the Hugging Face folder `out` from a GGUF file."""
-    import gguf as reading  # pyright: ignore[reportMissingImports]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    reading.GGUFReader = functools.cache(reading.GGUFReader)  # it is read five times, which took half of the conversion
     folder, name = str(gguf.resolve().parent), gguf.name
     read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
     tokenizer: Any = by_rank(gguf) or by_bytes(AutoTokenizer.from_pretrained(folder, gguf_file=name))
@@ -273,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)  # the process that `build` starts
     given = parser.parse_args(argv)
     if given.convert:
+        import gguf  # pyright: ignore[reportMissingImports]
+
+        gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # the file is read five times, which took half of the time
         convert(given.convert, given.out, SOURCES[given.name][3])
         return 0
 
