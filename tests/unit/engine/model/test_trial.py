@@ -30,11 +30,23 @@ def test_the_part_of_an_adapter_that_rounding_leaves(tiny_model: Path, lora: dic
     model = with_adapter(tiny_model, **lora)
     given = {name: one.clone() for name, one in model.named_parameters()}
     peft = trial.surviving_part(model, RATE, torch.bfloat16)
-    assert peft is not None and peft < 0.5
+    assert peft is not None and 0.05 < peft < (0.9 if lora else 0.5)
     assert (fused_lora.install(model) == 0) == bool(lora)
     kept = trial.surviving_part(model, RATE, torch.bfloat16)
     assert kept == pytest.approx(peft if lora else 1, abs=0.1)
     assert model.training and all(torch.equal(one, given[name]) for name, one in model.named_parameters())
+    if not lora:
+        assert trial.surviving_part(model.float(), RATE, torch.float32) == pytest.approx(1, abs=1e-3)
+
+
+def test_what_an_mlp_rounds_away_is_found(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up are added to their parts within the MLP."""
+    model = with_adapter(tiny_model)
+    fused_lora.install(model)
+    kept, exact = trial.surviving_part(model, RATE, torch.bfloat16), fused_lora.add_term
+    monkeypatch.setattr(fused_lora, "add_term", lambda y, term, dtype: exact(y, term, dtype).to(y.dtype))
+    rounded = trial.surviving_part(model, RATE, torch.bfloat16)
+    assert kept is not None and rounded is not None and rounded < kept - 0.05
 
 
 def test_without_an_adapter_there_is_no_part(tiny_model: Path) -> None:
