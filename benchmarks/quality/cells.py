@@ -115,6 +115,8 @@ CELLS = {
         *("qlora packed at 1e-3", "limit qlora padded at 1e-3", "trl qlora padded at 1e-3"),
         *("qwen limit lora padded", "trl qwen qlora padded", "qwen limit qlora padded"),
         *("qwen lora packed at 1e-3", "qwen limit lora padded at 1e-3", "trl qwen lora padded at 1e-3"),
+        # On the same rows as the limit.
+        *("qwen lora padded", "qwen-fp8 fp8 padded"),
         *("qwen-fp8 fp8 packed", "qwen-fp8 limit lora padded"),
         *("moe base", "moe lora packed", "moe limit lora padded", "trl moe lora padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),

@@ -24,7 +24,7 @@ from finetune.engine import record
 from finetune.engine.session import building
 from finetune.errors import RunError
 from finetune.review import conclusion, main
-from finetune.runtime import command
+from finetune.runtime import command, files
 from finetune.runtime.ranks import interrupt
 from tests.helpers.runs import give_trainer_to
 
@@ -183,23 +183,21 @@ def test_the_configuration_of_a_run_repeats_it(
     assert first["final_files"] == second["final_files"]
 
 
-@pytest.mark.parametrize("free", [None, 1000], ids=["", "little memory is free"])
 def test_the_weights_are_read_while_the_libraries_are_imported(
-    evaluating_run: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch, free: int | None
+    evaluating_run: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the system, to the last byte, unless they need more than half of the free memory."""
-    read: list[tuple[str, int, int]] = []
+    weights, read = tiny_model / "model.safetensors", []
 
     def advised(descriptor: int, start: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        read.append((os.readlink(f"/proc/self/fd/{descriptor}"), start, length))
+        read.append((os.readlink(f"/proc/self/fd/{descriptor}"), start, length, advice))
 
     monkeypatch.setattr(os, "posix_fadvise", advised)
-    if free is not None:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=free))
     assert run([*evaluating_run, "--training.max_steps", "1"]) == 0
     for thread in (one for one in threading.enumerate() if one.name == "read-ahead"):
         thread.join()
-    weights = tiny_model / "model.safetensors"
-    pieces = range(0, weights.stat().st_size, 1 << 17) if free is None else ()
-    assert read == [(str(weights.resolve()), start, 1 << 17) for start in pieces]
+    starts = range(0, weights.stat().st_size, 1 << 17)
+    assert read == [(str(weights.resolve()), start, 1 << 17, os.POSIX_FADV_WILLNEED) for start in starts]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=weights.stat().st_size))
+    monkeypatch.setattr(threading, "Thread", None)
+    files.read_ahead([weights])

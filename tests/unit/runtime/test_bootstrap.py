@@ -183,7 +183,7 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
         py_compile.compile(str(torch.with_name("imported_later.py")), importlib.util.cache_from_source(str(torch)))
     cache.mkdir(0o777 if kept == "shared" else 0o700, parents=True)
     cache.chmod(0o777 if kept == "shared" else 0o700)  # whoever may write there may run code here
-    bootstrap.start("transformers")
+    bootstrap.keep_bytecode() if kept else bootstrap.start("transformers")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "imported_later", raising=False)
     importlib.import_module("imported_later")
