@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def run(
     record = {"losses": losses, "eval_loss_after": None, "dtype": dtype, "hardware": {"device": "cpu"}}
     (folder / "run.json").write_text(json.dumps(record))
     return folder
+
+
+def test_the_documentation_has_the_bounds() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "different-loss.md").read_text()
+    table = re.findall(r"\| ([\de;. -]+) \| ([\de;. -]+) \|$", text, re.M)[:4]
+    for place, kind in enumerate(("float32", "bfloat16")):
+        given, one = [float(number) for row in table for number in row[place].split(";")], parity.TOLERANCES[kind]
+        assert given == pytest.approx((one.ratio, 1 - one.cosine, one.first_loss, one.loss, one.norm, one.weights))
 
 
 def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
