@@ -33,6 +33,7 @@ from benchmarks.quality import cells, report, rows
 from benchmarks.quality.cells import CELLS, MODELS, Cell
 from finetune.runtime import bootstrap
 
+Place = tuple[int, list[str]]  # the number of a job, and its GPUs as CUDA_VISIBLE_DEVICES names them
 LIMIT = 540  # seconds of one training or judgment
 SMOKE_ROWS, SMOKE_EPOCHS, SMOKE_PACK = 4, 4, 256
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="runs at a time, spread over the GPUs; their times are void"
     )
+    parser.add_argument("--judge-last", action="store_true", help="train all, then judge several at a time")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run is started")
     parser.add_argument("--exact", type=int, help="held-out rows to answer; default 200, without a GPU 0")
     parser.add_argument("--micro", type=int, help="rows or packs of a micro-batch, instead of the cell's")
@@ -89,18 +91,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (folder / "config.json").is_file():
             parser.error(f"{folder} is missing: python -m benchmarks.quality.models {cell.model} --out {given.models}")
     given.rows_of_step = {name: rows_of_step(name, given) for name in sorted({cell.model for cell, _ in wanted})}
-    failed, lock, deadline = [], threading.Lock(), time.monotonic() + given.budget
+    failed, later, lock, deadline = [], [], threading.Lock(), time.monotonic() + given.budget
 
-    def one(cell: Cell, seed: int, alone: bool, place: tuple[int, list[str]]) -> None:
-        if time.monotonic() > deadline:
-            return
-        line = {"cell": cell.name, "seed": seed, "alone": alone} | one_run(cell, seed, place, given)
+    def write(cell: Cell, seed: int, line: dict[str, Any]) -> None:
         with lock:
             with given.out.open("a") as record:
                 record.write(json.dumps(line) + "\n")
             if "error" in line:
                 failed.append(line)
             say(f"{cell.name}, seed {seed}: " + (line["error"][-1] if "error" in line else f"loss {line['loss']:.4f}"))
+
+    def finish(cell: Cell, seed: int, line: dict[str, Any], place: Place) -> None:
+        write(cell, seed, line | judge(cell, seed, place, given))
+
+    def one(cell: Cell, seed: int, alone: bool, place: Place) -> None:
+        if time.monotonic() > deadline:
+            return
+        line = {"cell": cell.name, "seed": seed, "alone": alone} | train(cell, seed, place, given)
+        if "error" in line:
+            write(cell, seed, line)
+        elif given.judge_last:
+            say(f"{cell.name}, seed {seed}: trained, {line.get('seconds', 0):.1f} s from the shell to the end")
+            later.append((cell, seed, line))
+        else:
+            finish(cell, seed, line, place)
 
     several = [(cell, seed) for cell, seed in wanted if cell.ranks > 1]
     single = [pair for pair in wanted if pair not in several]
@@ -112,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{cell.name}: needs {cell.ranks} GPUs")
         else:
             one(cell, seed, True, (0, given.gpus[: cell.ranks]))
+    if later:  # what is judged needs no machine to itself: three at a time on each GPU
+        places = [(slot, [gpu]) for slot, gpu in enumerate(3 * given.gpus)] or [(0, [])]
+        side_by_side({(c.name, s): functools.partial(finish, c, s, line) for c, s, line in later}, places)
     lines = report.read(given.out)
     say(report.table(lines))
     return int(bool(failed) or (given.smoke and not smoke_passed(lines)))
@@ -123,49 +140,36 @@ def visible(count: int) -> list[str]:
     return [str(number) for number in range(count)] if named is None else [one for one in named.split(",") if one]
 
 
-def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse.Namespace) -> dict[str, Any]:
-    """Train and judge, each in a process of its own: what both measured, or the end of the log."""
-    slot, gpus = place
-    folder = given.work / f"{cell.name.replace(' ', '-')}-{seed}"
+def train(cell: Cell, seed: int, place: Place, given: argparse.Namespace) -> dict[str, Any]:
+    """Train in a process of its own: what was measured, or the end of the log."""
+    folder = folder_of(cell, seed, given)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    here = given.work / f"slot-{slot}"  # Unsloth writes its compiled trainers into the working folder
-    here.mkdir(exist_ok=True)
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "HF_HUB_OFFLINE": "1",
-        **({} if gpus else {"OMP_NUM_THREADS": "1"}),  # of several, waiting ones would take the CPU from other jobs
-    }
-    request = settings(cell, seed, folder, given)
+    request, gpus = settings(cell, seed, folder, given), place[1]
     about = {"micro": request["micro"]} if cell.stack and request["micro"] else {}
-    log, asked, trained, judged = (folder / name for name in ("log", "request.json", "trained.json", "judged.json"))
-
-    def process(words: list[Any]) -> list[str] | None:
-        with log.open("a") as output:
-            code = run([sys.executable, *words], env=env, cwd=here, output=output, timeout=LIMIT)
-        if code == 0:
-            return None
-        return [
-            *log.read_text(errors="replace").strip().splitlines()[-15:],
-            f"exit code {code}" if code else "too slow",
-        ]
-
     about |= {"date": given.machine["date"], "gpus": [given.machine["gpus"][0]] * len(gpus) if gpus else []}
     about |= {"versions": bootstrap.versions()}
-    if cell.stack:
-        asked.write_text(json.dumps(request))
-        started = time.monotonic()
-        error = process(command(cell, request, folder, asked, trained))
-        seconds = time.monotonic() - started
-        if error:
-            return {"error": error} | about
-        found = ours(Path(request["out"])) if cell.stack == "ours" else json.loads(trained.read_text())
-        about |= found | {"seconds": seconds}
-    merged = folder / "merged"
+    if not cell.stack:
+        return about
+    asked, trained = folder / "request.json", folder / "trained.json"
+    asked.write_text(json.dumps(request))
+    started = time.monotonic()
+    error = process(command(cell, request, folder, asked, trained), folder, place, given)
+    seconds = time.monotonic() - started
+    if error:
+        return about | {"error": error}
+    found = ours(Path(request["out"])) if cell.stack == "ours" else json.loads(trained.read_text())
+    return about | found | {"seconds": seconds}
+
+
+def judge(cell: Cell, seed: int, place: Place, given: argparse.Namespace) -> dict[str, Any]:
+    """Judge what `train` has left, in a process of its own: the losses, or the end of the log."""
+    folder = folder_of(cell, seed, given)
+    request = settings(cell, seed, folder, given)
+    asked, judged, merged = (folder / name for name in ("judge.json", "judged.json", "merged"))
     words = ["-m", "finetune", "export", request["out"], "--to", "merged", "--out", merged]
-    if cell.served and (error := process(words)):
-        return {"error": error} | about
+    if cell.served and (error := process(words, folder, place, given)):
+        return {"error": error}
     asked.write_text(
         json.dumps(
             {
@@ -179,11 +183,35 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
             }
         )
     )
-    if error := process(["-m", "benchmarks.quality.judge", asked, judged]):
-        return {"error": error} | about
+    if error := process(["-m", "benchmarks.quality.judge", asked, judged], folder, place, given):
+        return {"error": error}
     for done in (request["out"], merged):
         shutil.rmtree(done, ignore_errors=True)
-    return json.loads(judged.read_text()) | about
+    return json.loads(judged.read_text())
+
+
+def folder_of(cell: Cell, seed: int, given: argparse.Namespace) -> Path:
+    return given.work / f"{cell.name.replace(' ', '-')}-{seed}"
+
+
+def process(words: list[Any], folder: Path, place: Place, given: argparse.Namespace) -> list[str] | None:
+    """Run `python *words` on the GPUs of a place. Returns the end of its log if it failed."""
+    slot, gpus = place
+    here = given.work / f"slot-{slot}"  # Unsloth writes its compiled trainers into the working folder
+    here.mkdir(exist_ok=True)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "HF_HUB_OFFLINE": "1",
+        **({} if gpus else {"OMP_NUM_THREADS": "1"}),  # of several, waiting ones would take the CPU from other jobs
+    }
+    log = folder / "log"
+    with log.open("a") as output:
+        code = run([sys.executable, *words], env=env, cwd=here, output=output, timeout=LIMIT)
+    if code == 0:
+        return None
+    end = f"exit code {code}" if code else "too slow"
+    return [*log.read_text(errors="replace").strip().splitlines()[-15:], end]
 
 
 def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
