@@ -57,7 +57,7 @@ def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
     config, before = _json(own.get(CONFIG)), _json((base or {}).get(CONFIG))
     if base is None or CONFIG not in raw or TOKENIZER not in raw or TOKENIZER not in own:
         return own | {CONFIG: _bytes(_for_transformers_4(config))}
-    same_tokens = _tokens(own) == _tokens(base)
+    same_tokens = own[TOKENIZER] == base.get(TOKENIZER) or _tokens(own) == _tokens(base)  # parsing takes long
     same_template = _templates(own) == _templates(base)
     names = {*config, *before} - {*LOCAL_KEYS, *TRAINING_KEYS, "chat_template"}
     changed = {name: config.get(name) for name in names if config.get(name) != before.get(name)}
