@@ -20,6 +20,7 @@ and would break such a layer in pieces at each adapter, so there a LoRA layer is
 
 from __future__ import annotations
 
+import copy
 import itertools
 import types
 import weakref
@@ -37,6 +38,7 @@ from finetune.engine.kernels.low_rank import LowRankTerm, aligned
 from finetune.runtime.types import Model
 
 Tensors = Sequence[torch.Tensor | None]
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -529,7 +531,7 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> list[list[Any]]:
     columns of all their adapters."""
     mine = {name for name, child in module.named_children() if ours(child)}
     own = vars(module)
-    if {"gate_proj", "up_proj", "down_proj"} <= mine and is_silu(getattr(module, "act_fn", None)):
+    if set(MLP) <= mine and is_plain_mlp(module):
         if "_unsloth_forward" not in own:  # a tiled MLP stays tiled
             module.forward = types.MethodType(_mlp, module)
     if "apply_o" in own and "o_proj" in mine:
@@ -538,6 +540,32 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> list[list[Any]]:
         module.apply_qkv = _query_key_value
         return [[module.q_proj, module.k_proj, module.v_proj]]
     return []
+
+
+def is_plain_mlp(module: Any) -> bool:
+    """Whether `module.forward` is down(silu(gate(x)) * up(x)), as its class has it: found by running that on stand-ins
+    for the three layers, because some MLPs scale, clamp or normalize in between (Falcon-H1, DeepSeek-V4, BitNet)."""
+    if not is_silu(getattr(module, "act_fn", None)) or not set(MLP) <= module._modules.keys():
+        return False
+    probe = copy.copy(module)
+    probe._modules = module._modules | {name: _Line(factor) for name, factor in zip(MLP, (1.0, 2.0, 3.0), strict=True)}
+    device = next(module.parameters()).device
+    x = torch.linspace(-99, 99, 64, dtype=torch.float32, device="cpu" if device.type == "meta" else device)[None]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            found = type(module).forward(probe, x)
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # of another shape, or with more arguments
+        return False
+    return isinstance(found, torch.Tensor) and torch.allclose(found, 6 * functional.silu(x) * x)
+
+
+class _Line(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
 
 
 def is_silu(function: object) -> bool:

@@ -115,6 +115,23 @@ def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
     assert torch.equal(gate, kept)  # it is computed with again
 
 
+@pytest.mark.parametrize(("scale", "plain"), [(1.0, True), (0.5, False)])
+def test_an_mlp_that_does_more_keeps_its_forward(scale: float, plain: bool) -> None:
+    """Falcon-H1's scales gate and output, where its configuration says so."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import FalconH1Config
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+
+    torch.manual_seed(0)
+    config = FalconH1Config(hidden_size=32, intermediate_size=64, mlp_multipliers=[scale, scale])
+    model: Any = torch.nn.ModuleDict({"mlp": FalconH1MLP(config)}).requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=list(fused_lora.MLP), init_lora_weights=False), model)
+    x = torch.randn(3, 32)
+    before = model["mlp"](x)
+    assert fused_lora.install(model) == 3 and ("forward" in vars(model["mlp"])) == plain
+    torch.testing.assert_close(model["mlp"](x), before)
+
+
 def test_with_biases_and_checkpointing() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
