@@ -208,7 +208,7 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
     Args:
         dtype: that the run computes in.
     """
-    mlps = [one for one in model.modules() if fused_lora.is_silu(getattr(one, "act_fn", None)) and _adapted(*_mlp(one))]
+    mlps = [one for one in model.modules() if fused_lora.is_plain_mlp(one) and _adapted(*_mlp(one))]
     within = {id(layer) for mlp in mlps for layer in _mlp(mlp)}
     alone = [layer for layer in model.modules() if _adapted(layer) and id(layer) not in within]
     tried = [(one, _mlp(one)) for one in _sample(mlps)] + [(one, [one]) for one in _sample(alone)]
@@ -232,12 +232,12 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
             for b, old in zip(bs, before, strict=True):
                 b.copy_(old)
             # Above 1 where the frozen product was exactly between two numbers, which any part decides.
-            shares.append(min(1.0, float(((y - y0) * part).sum() / (part * part).sum())))
-    return sum(shares) / len(shares)
+            shares.append((((y - y0) * part).sum() / (part * part).sum()).clamp(max=1).cpu())
+    return float(torch.stack(shares).mean().clamp(min=0))  # not a number if an output is not
 
 
 def _mlp(module: Any) -> list[Any]:
-    return [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    return [getattr(module, name, None) for name in fused_lora.MLP]
 
 
 def _adapted(*layers: Any) -> bool:
@@ -270,4 +270,6 @@ def _first_order(layers: list[Any], x: torch.Tensor) -> torch.Tensor:
     gate, up = (layer.get_base_layer()(x).double() for layer in layers[:2])
     sigmoid = gate.sigmoid()
     moved = sigmoid * (1 + gate * (1 - sigmoid)) * up * part(layers[0], x) + gate * sigmoid * part(layers[1], x)
-    return layers[2].get_base_layer()(moved.to(x.dtype)).double() + part(layers[2], gate * sigmoid * up)
+    down = layers[2].get_base_layer()
+    through = down(moved.to(x.dtype)).double() - (0 if down.bias is None else down.bias.double())
+    return through + part(layers[2], gate * sigmoid * up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,17 @@ def test_the_part_of_an_adapter_that_rounding_leaves(tiny_model: Path, lora: dic
     assert model.training and all(torch.equal(one, given[name]) for name, one in model.named_parameters())
     if not lora:
         assert trial.surviving_part(model.float(), RATE, torch.float32) == pytest.approx(1, abs=1e-3)
+
+
+def test_biases_are_no_part_of_an_adapter_and_nan_is_no_share(tiny_model: Path) -> None:
+    model = with_adapter(tiny_model).float()
+    mlps = [one for one in model.modules() if fused_lora.is_plain_mlp(one)]
+    for mlp in mlps:
+        mlp.down_proj.base_layer.bias = torch.nn.Parameter(torch.randn(mlp.down_proj.out_features), requires_grad=False)
+    assert trial.surviving_part(model, RATE, torch.float32) == pytest.approx(1, abs=1e-3)
+    mlps[0].up_proj.base_layer.weight[0, 0] = torch.nan
+    share = trial.surviving_part(model, RATE, torch.float32)
+    assert share is not None and math.isnan(share)
 
 
 def test_what_an_mlp_rounds_away_is_found(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
