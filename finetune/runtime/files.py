@@ -34,14 +34,18 @@ def cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path | None:
-    """`path`, created if need be; None if it cannot be written, or if others own it or may write to it. For code, which
-    will be run."""
+    """`path`, created if need be; None if it cannot be written, or if others own it or may write to it, or may put
+    another in its place. For code, which will be run."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
+        path = path.resolve()
+        found, above = path.stat(), [one.stat() for one in path.parents]
     except OSError:
         return None
-    return None if found.st_uid != os.getuid() or found.st_mode & 0o022 or not os.access(path, os.W_OK) else path
+    # Its owner may, and a group, which is often one user's own.
+    open_above = any(one.st_mode & 0o002 and not one.st_mode & stat.S_ISVTX for one in above)
+    closed = found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK)
+    return path if closed and not open_above else None
 
 
 # --- regular files --------------------------------------------------------------------------------------------------
@@ -447,16 +451,18 @@ def read_ahead(paths: Iterable[Path]) -> None:
     advice; not if together they need more than half of the free memory. What cannot be read is left to its reader."""
     import psutil
 
-    sizes = {path: path.stat().st_size for path in paths}
+    sizes = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            sizes[path] = path.stat().st_size
     if not hasattr(os, "posix_fadvise") or sum(sizes.values()) > psutil.virtual_memory().available / 2:
         return
 
     def read() -> None:
-        with contextlib.suppress(OSError):
-            for path, size in sizes.items():
-                with open_regular(path) as file:
-                    for start in range(0, size, AHEAD_BYTES):
-                        os.posix_fadvise(file.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        for path, size in sizes.items():
+            with contextlib.suppress(OSError), open_regular(path) as file:
+                for start in range(0, size, AHEAD_BYTES):
+                    os.posix_fadvise(file.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     threading.Thread(target=read, name="read-ahead", daemon=True).start()
 

@@ -200,4 +200,4 @@ def test_the_weights_are_read_while_the_libraries_are_imported(
     assert read == [(str(weights.resolve()), start, 1 << 17, os.POSIX_FADV_WILLNEED) for start in starts]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=weights.stat().st_size))
     monkeypatch.setattr(threading, "Thread", None)
-    files.read_ahead([weights])
+    files.read_ahead([weights, tiny_model / "a link without its file.safetensors"])
