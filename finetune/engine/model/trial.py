@@ -216,7 +216,7 @@ def surviving_part(model: Model, rate: float, dtype: torch.dtype) -> float | Non
         return None
     keep_4bit_layout(model)
     generator, shares = torch.Generator().manual_seed(0), []
-    with evaluating(model):
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
         for module, layers in tried:
             bs = [layer.lora_B[fused_lora.active_adapter(layer)].weight.data for layer in layers]
             before, device = [b.clone() for b in bs], bs[0].device
