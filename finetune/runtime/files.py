@@ -42,7 +42,7 @@ def private_folder(path: Path) -> Path | None:
         found, above = path.stat(), [one.stat() for one in path.parents]
     except OSError:
         return None
-    # Its owner may, and a group, which is often one user's own.
+    # A folder above may be its owner's or its group's to change: a group is often one user's own.
     open_above = any(one.st_mode & 0o002 and not one.st_mode & stat.S_ISVTX for one in above)
     closed = found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK)
     return path if closed and not open_above else None

@@ -543,8 +543,8 @@ def _fuse_module(module: Any, ours: Callable[[Any], bool]) -> list[list[Any]]:
 
 
 def is_plain_mlp(module: Any) -> bool:
-    """Whether `module.forward` is down(silu(gate(x)) * up(x)), as its class has it: found by running that on stand-ins
-    for the three layers, because some MLPs scale, clamp or normalize in between (Falcon-H1, DeepSeek-V4, BitNet)."""
+    """Whether the class's forward method is down(silu(gate(x)) * up(x)): found by running it on stand-ins for the three
+    layers, because some MLPs scale, clamp or normalize in between (Falcon-H1, DeepSeek-V4, BitNet)."""
     if not is_silu(getattr(module, "act_fn", None)) or not set(MLP) <= module._modules.keys():
         return False
     probe = copy.copy(module)
