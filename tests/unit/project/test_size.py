@@ -37,7 +37,7 @@ MOST = {
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
     "finetune/runtime": (5830, 35),
-    "patches": (1145, 17),
+    "patches": (1160, 17),
     "tests": (50553, 399),
 }
 TOTAL = (55943, 331)  # of the parts of finetune/ together
