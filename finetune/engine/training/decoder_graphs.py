@@ -227,15 +227,12 @@ class DecoderGraphs:
         self.bytes = 0  # of the GPU's memory that the recording holds
         self.replays = 0
         self.gradients = FlatGradients(trainer.model.parameters())
-        self._lengths: JsonObject = {}  # of the documents, between model and decoder
-        self._hook = trainer.model.register_forward_pre_hook(self._take_lengths, with_kwargs=True)
         self._own = vars(self._decoder).get("forward")
         self._launch = self._decoder.forward
         self._decoder.forward = self._call
 
     def remove(self) -> None:
         """Leave the decoder and the gradients as they were."""
-        self._hook.remove()
         if self._own is None:
             del self._decoder.forward
         else:
@@ -243,14 +240,7 @@ class DecoderGraphs:
         self.gradients.free()
         self._output = self._inputs = None
 
-    def _take_lengths(self, model: torch.nn.Module, args: tuple, given: JsonObject) -> tuple[tuple, JsonObject]:
-        """Unsloth's loss would wait for the GPU to get them there, to mask labels that are masked (`collate`)."""
-        self._lengths = {LENGTHS: given.pop(LENGTHS)} if LENGTHS in given else {}
-        return args, given
-
     def _call(self, *args: Any, **given: Any) -> Any:
-        given |= self._lengths
-        self._lengths = {}  # a text is generated without the model around the decoder
         learns = torch.is_grad_enabled()
         if args or (not self._decoder.training if learns else self._inputs is None):
             return self._launch(*args, **given)

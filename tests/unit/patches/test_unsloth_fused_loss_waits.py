@@ -1,15 +1,20 @@
 """Positions of supervised tokens that the host knows: on a function of our own like Unsloth's. The installed one is
-tried in test_unsloth_packed_fused_loss."""
+tried in test_unsloth_packed_fused_loss. Lengths that mask nothing: on the installed one."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from finetune.data.collate import collate
 from finetune.engine.training.batches import predicting
 from patches import core
 from patches import unsloth_fused_loss_waits as patch
@@ -42,6 +47,33 @@ def test_a_loss_over_the_micro_batch_takes_what_is_known(monkeypatch: pytest.Mon
         masked, _ = made._keep_index(shifted, torch.ones(8, dtype=torch.bool), 9, -100)
         assert part.tolist() == [0, 2] and masked is not places
     assert made._keep_index(shifted, None, 9, -100)[0] is not places
+
+
+@pytest.mark.unsloth
+def test_no_lengths_are_sent_to_mask_what_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth's functions from its source, which can't be imported on a CPU."""
+    unsloth: Any = importlib.util.find_spec("unsloth")
+    tree = ast.parse((Path(unsloth.origin).parent / "utils" / "packing.py").read_text())
+    names = (patch.SENDS, "mask_packed_boundary_labels")
+    tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in names]
+    made = types.ModuleType(patch.PACKING)
+    made.__dict__.update({"torch": torch, "Any": Any, "Optional": Any | None})
+    exec(compile(tree, "packing.py", "exec"), made.__dict__)
+    monkeypatch.delitem(sys.modules, patch.MODULE, raising=False)
+    monkeypatch.setitem(sys.modules, patch.PACKING, made)
+
+    documents = [(np.arange(count), np.full(count, 7)) for count in (3, 5, 4)]
+    batch = collate([documents[:2], documents[2:]], pad_token_id=0, pack_length=10)
+    labels, lengths = batch["labels"], batch["packed_seq_lengths"]
+    assert (labels == 7).sum() == 9  # all but the first of each document
+    assert made.mask_packed_boundary_labels(labels, lengths).equal(labels)
+    wrong = labels.masked_fill(labels == -100, 7)
+    assert not made.mask_packed_boundary_labels(wrong, lengths).equal(wrong)
+
+    assert core.run([patch])[0].applied
+    assert made.mask_packed_boundary_labels(labels, lengths) is not labels
+    with patch.known(predicting(labels), labels.numel()):
+        assert made.mask_packed_boundary_labels(labels, lengths) is labels
 
 
 @pytest.mark.parametrize("made", [None, types.ModuleType(patch.MODULE), "other arguments"])

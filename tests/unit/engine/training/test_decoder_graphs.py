@@ -206,35 +206,3 @@ def test_gradients_are_parts_of_one_tensor() -> None:
             gradients.check()
         setattr(model[1].weight, replace, kept)
     gradients.check()
-
-
-def test_unsloths_loss_is_not_given_the_lengths_that_the_decoder_needs() -> None:
-    """The loss would fetch them from the GPU. A decoder that is called without its model gets none of the last pass."""
-    asked: dict[str, list[Any]] = {"model": [], "decoder": []}
-
-    class Decoder(torch.nn.Module):
-        def forward(self, **given: Any) -> None:
-            asked["decoder"].append(given.get("packed_seq_lengths"))
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = Decoder()
-
-        def get_decoder(self) -> torch.nn.Module:
-            return self.decoder
-
-        def forward(self, **given: Any) -> None:
-            asked["model"].append(given.get("packed_seq_lengths"))
-            self.decoder()
-
-    model, lengths = Model(), torch.tensor([3, 2], dtype=torch.int32)
-    trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(device=torch.device("cpu")))
-    graphs = DecoderGraphs(trainer, RunsAgain())
-    with torch.no_grad():
-        model(packed_seq_lengths=lengths)
-        model.decoder()
-        assert asked["model"] == [None] and asked["decoder"] == [lengths, None]
-    graphs.remove()
-    model(packed_seq_lengths=lengths)
-    assert asked["model"] == [None, lengths] and asked["decoder"][2:] == [None]
