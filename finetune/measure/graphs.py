@@ -184,10 +184,10 @@ def _differences(squares: torch.Tensor, stable: torch.Tensor) -> torch.Tensor:
 
 
 def _seconds(trainer: SFTTrainer) -> tuple[float, float]:
-    """Seconds of a pass, and those after which the host has launched it; of three passes the last."""
+    """Seconds of a pass, and those after which the host has launched it; of two passes the last."""
     batch, count = probe.batch_of(trainer, trainer.layout, _unlike_rows(trainer)[0])
     host = whole = 0.0
-    for _ in range(3):
+    for _ in range(2):
         probe.synchronize(trainer)
         began = time.perf_counter()
         trainer.training_step(trainer.model, dict(batch), count)

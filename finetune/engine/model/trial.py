@@ -13,6 +13,7 @@ from torch import nn
 from finetune.engine.kernels import fp8, fused_lora
 from finetune.engine.model.loading import keep_4bit_layout
 from finetune.engine.sharding import shard
+from finetune.runtime.ranks import distributed
 from finetune.runtime.types import JsonObject, Model
 
 SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
@@ -61,8 +62,8 @@ class Separation:
 def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[int]], JsonObject]) -> Separation:
     """Try a pack of three documents as the model trains on it, without dropout: the first one is changed, by which the
     outputs of the others must not move, and has no gradient from them, bit for bit. The second one has the outputs and
-    gradients that it has alone. Changing the third one, which none before it sees, measures the kernels' noise, and
-    rounding the second one's embeddings what the model makes of it. Every rank calls it.
+    gradients that it has alone. Where they are not equal, changing the third one, which none before it sees, measures
+    the kernels' noise, and rounding the second one's embeddings what the model makes of it. Every rank calls it.
 
     Args:
         dtype: that the run computes in.
@@ -91,23 +92,32 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
         outputs, gradients = run(ids, packed, others)
         if bool(gradients[:first].any()):
             return Separation(leak="the gradient of a packed document reaches the one before it")
-        moved = (run(changed(slice(0, first)), packed, others)[0] - outputs)[others].abs().max()
-        noise = (run(changed(slice(-third, None)), packed, others)[0] - outputs)[own].abs().max()
-        alone = run(ids[:, own], {}, slice(None))
-        rounded = alone if dtype == torch.float32 else run(ids[:, own], {}, slice(None), torch.finfo(dtype).eps / 2)
+        noise = moved = (run(changed(slice(0, first)), packed, others)[0] - outputs)[others].abs().max()
+        if _on_any_rank(model, bool(moved != 0)):
+            noise = (run(changed(slice(-third, None)), packed, others)[0] - outputs)[own].abs().max()
+        alone = rounded = run(ids[:, own], {}, slice(None))
+        apart = APART_IN_FP8 if any(isinstance(module, fp8.Linear) for module in model.modules()) else APART
+        pairs = list(zip(alone, (outputs[own], gradients[own]), strict=True))
+        away = any(_is_another(*pair, dtype, apart) for pair in pairs)
+        if dtype != torch.float32 and _on_any_rank(model, away):
+            rounded = run(ids[:, own], {}, slice(None), torch.finfo(dtype).eps / 2)
     largest = outputs.abs().max()
     rounding = IN_FLOAT32 / 100 if device.type == "cpu" and dtype == torch.float32 else IN_16_BITS / 5
     if not moved <= max(4 * noise, rounding * largest):
         return Separation(leak=f"a packed document changes the outputs of the next one by {moved / largest:.1e}")
-    apart = APART_IN_FP8 if any(isinstance(module, fp8.Linear) for module in model.modules()) else APART
-    for what, one, other, near in zip(("outputs", "gradients"), alone, (outputs, gradients), rounded, strict=True):
-        if _is_another(one, other[own], dtype, max(apart, OF_ROUNDING * float((near - one).norm() / one.norm()))):
-            away = (one - other[own]).norm() / one.norm()
-            return Separation(leak=f"a document has other {what} in a pack than alone, {away:.2f} of their norm away")
+    for what, (one, other), near in zip(("outputs", "gradients"), pairs, rounded, strict=True):
+        if _is_another(one, other, dtype, max(apart, OF_ROUNDING * float((near - one).norm() / one.norm()))):
+            share = (one - other).norm() / one.norm()
+            return Separation(leak=f"a document has other {what} in a pack than alone, {share:.2f} of their norm away")
     exact = (
         "bit for bit" if moved == 0 else f"within {moved / largest:.0e} (the kernels' noise is {noise / largest:.0e})"
     )
     return Separation(leak=None, proof=f"documents are apart {exact}")
+
+
+def _on_any_rank(model: Model, own: bool) -> bool:
+    """Whether this rank has found it, or one of those with which it computes each pass of a sharded model."""
+    return any(distributed.gather_objects(own)) if shard.is_sharded(model) else own
 
 
 def _outputs_and_gradients(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from patches import core
 from patches import unsloth_fused_loss_backward as deaf
 from patches import unsloth_fused_loss_view as view
-from tests.helpers import launch
 
 
 def release(*, returns_view: bool, ignores_incoming: bool, scaling: float | None = None) -> types.ModuleType:
@@ -168,18 +166,3 @@ def test_nothing_is_looked_at_where_unsloth_is_not_loaded(monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, view.MODULE, raising=False)
     assert not view.needed()
     assert not deaf.needed()
-
-
-@pytest.mark.unsloth
-@pytest.mark.process
-@pytest.mark.parametrize("path", ["default", pytest.param("UNSLOTH_CHUNKED_CE", marks=pytest.mark.campaign)])
-def test_probes_are_silent_on_the_installed_unsloth(path: str, tmp_path: Path) -> None:
-    """On both of its autograd paths; the second is the class that old releases use. The probe must have been there."""
-    script = (
-        "import sys, unsloth; from patches import core, unsloth_fused_loss_view as a, unsloth_fused_loss_backward as b;"
-        "assert a.fused_loss() is not None; loss, *_ = a.small_loss(a.fused_loss());"
-        "print('RESULT', float(loss.detach()) > 1, [verdict.needed for verdict in core.run([a, b])])"
-    )
-    switches = {} if path == "default" else {path: "0"}
-    done = launch.on_the_installed_unsloth(script, tmp_path, **switches)
-    assert "RESULT True [False, False]" in done.stdout, done.stderr[-4000:]

@@ -65,10 +65,13 @@ def test_nothing_to_do(made: types.ModuleType | None, monkeypatch: pytest.Monkey
 @pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """Loss and gradients over packs, through the function that the model calls, before and after the patch. Then with
-    the supervised positions known, for which the loss no longer looks."""
+    the supervised positions known, for which the loss no longer looks. First the probes of older defects of the loss,
+    which this release does not have."""
     script = """
 import sys, unsloth, torch
-from patches import core, unsloth_packed_fused_loss as patch
+from patches import core, unsloth_fused_loss_backward, unsloth_fused_loss_view, unsloth_packed_fused_loss as patch
+assert float(unsloth_fused_loss_view.small_loss(unsloth_fused_loss_view.fused_loss())[0].detach()) > 1
+assert not any(verdict.needed for verdict in core.run([unsloth_fused_loss_view, unsloth_fused_loss_backward]))
 from unsloth_zoo.fused_losses import cross_entropy_loss, forward_adapter
 
 def step():

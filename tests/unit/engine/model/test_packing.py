@@ -227,23 +227,34 @@ def test_rounding_to_16_bits_is_no_leak() -> None:
     assert trial._is_another(one, another, torch.bfloat16, trial.APART_IN_FP8)
 
 
-@pytest.mark.parametrize("moved", [0.01, 0.2])
-def test_a_model_that_amplifies_rounding_may_round_packs_otherwise(
-    moved: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("leaks", "noise", "away", "rounded", "passes", "apart"),
+    [
+        (0.0, 0.2, 0.1, 0.0, 3, True),
+        (0.2, 0.1, 0.1, 0.0, 4, True),
+        (0.2, 0.01, 0.1, 0.0, 4, False),
+        (0.0, 0.0, 0.5, 0.01, 4, False),
+        (0.0, 0.0, 0.5, 0.2, 4, True),
+    ],
+)
+def test_noise_and_rounding_are_measured_where_they_decide(
+    leaks: float, noise: float, away: float, rounded: float, passes: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding the embeddings moves the logits of Gemma 4 E2B with random weights by 0.4 of their norm; its packs, on
-    an H100, by 0.5."""
-    row = torch.randn(sum(trial.DOCUMENTS), 8, generator=torch.Generator().manual_seed(0))
+    an H100, by 0.5. The first pass is of the pack, and the next ones with its first and its last document changed."""
+    row, packs, count = torch.ones(sum(trial.DOCUMENTS), 8), iter([0.0, leaks, noise]), []
 
     def found(model: Any, dtype: Any, ids: Any, given: Any, part: slice, rounding: float) -> tuple[Any, Any]:
-        changed = row if given else row[24:64] * (1.5 + (moved if rounding else 0))
+        count.append(given)
         gradients = row.clone()
         gradients[:24] = 0
-        return changed, gradients if given else gradients[24:64]
+        if given:
+            return row + next(packs), gradients
+        return row[24:64] * (1 + away + (rounded if rounding else 0)), gradients[24:64]
 
     monkeypatch.setattr(trial, "_outputs_and_gradients", found)
     leak = trial.separation(make("Llama"), torch.bfloat16, lambda lengths: {"lengths": lengths}).leak
-    assert (leak is None) == (moved > 0.1)
+    assert ((leak is None), len(count)) == (apart, passes)
 
 
 def test_the_trial_compiles_nothing() -> None:

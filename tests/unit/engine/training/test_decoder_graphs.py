@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
