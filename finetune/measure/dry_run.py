@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from finetune.config import Config
@@ -30,7 +29,7 @@ from finetune.measure.measurements import Measurement
 from finetune.measure.micro_batch import Attempt
 from finetune.measure.predict import predict
 from finetune.measure.trial import ENOUGH, LIMIT_SECONDS, Trial
-from finetune.runtime import bootstrap
+from finetune.runtime import bootstrap, startup
 from finetune.runtime.command import FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.types import JsonObject
@@ -66,7 +65,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
                     f"{trial.worst_steps + ENOUGH} steps: too few to predict from. Lower data.max_length or "
                     "training.per_device_train_batch_size, take a smaller model, or use a GPU."
                 )
-            measured = trial.measure(psutil.Process().create_time() + modes.seconds)
+            measured = trial.measure(startup.process_began() + modes.seconds)
             results = logger.results()
             with out_of_memory.explain_out_of_memory(lambda: trial.job):
                 if trial.job.eval_layout is not None and not trial.budget.over:

@@ -128,8 +128,7 @@ def start(
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
             for another strategy than DDP.
     """
-    start_up = startup.current()
-    start_up.ended("python")
+    (start_up := startup.current()).ended("python")
     _check_strategy()
     if backend != "transformers" and os.environ.get("UNSLOTH_MOE_LORA_B_LAYOUT", "rank_major") != "rank_major":
         raise UserError(
@@ -137,7 +136,7 @@ def start(
             "PEFT's order. Unset it; an adapter in Unsloth's older order is converted when it is loaded."
         )
     keep_bytecode()
-    scan_packages_once()
+    metadata.packages_distributions = functools.cache(metadata.packages_distributions)  # transformers and TRL each scan
     set_environment()
     leave_out_noise()
     me = distributed.ranks()
@@ -298,11 +297,6 @@ def keep_bytecode() -> None:
     if folder := private_folder(kept):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
         sys.dont_write_bytecode = distributed.ranks().local_rank > 0
-
-
-def scan_packages_once() -> None:
-    """Let transformers and TRL share one scan of the installed packages, which each makes when it is imported."""
-    metadata.packages_distributions = functools.cache(metadata.packages_distributions)
 
 
 def _has_expandable_segments() -> bool:

@@ -6,21 +6,27 @@ import contextlib
 import functools
 import time
 
+import psutil
+
 from finetune.runtime.ranks import launcher
+
+
+def process_began() -> float:
+    """When this process began, in seconds since the Unix epoch."""
+    exact = hasattr(time, "CLOCK_BOOTTIME")  # on Linux, where psutil counts from the second of the machine's boot
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) if exact else psutil.boot_time()
+    return psutil.Process().create_time() - psutil.boot_time() + boot
 
 
 class StartUp:
     """Seconds by phase. Each phase is named when it ends; further times of the same name add up."""
 
     def __init__(self) -> None:
-        import psutil
-
-        self._last = began = psutil.Process().create_time()
+        self._last, self._over = process_began(), False
         self._seconds: dict[str, float] = {}
-        self._over = False
         if (parent := launcher.find()) is not None:
             with contextlib.suppress(psutil.Error):  # the launcher has just ended
-                self._seconds["launcher"] = began - psutil.Process(parent).create_time()
+                self._seconds["launcher"] = psutil.Process().create_time() - psutil.Process(parent).create_time()
 
     def ended(self, phase: str) -> None:
         """`phase` took the time since the last call."""

@@ -202,7 +202,7 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
 def test_packages_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(metadata, "packages_distributions", lambda: calls.append(1) or {"a": ["b"]})
-    bootstrap.scan_packages_once()
-    bootstrap.scan_packages_once()
+    for _ in range(2):
+        bootstrap.start("transformers")
     assert metadata.packages_distributions() == metadata.packages_distributions() == {"a": ["b"]}
     assert calls == [1]
