@@ -250,9 +250,12 @@ def read_rows(config: Config) -> tuple[Tokenizer, Data]:
     Raises:
         UserError: the tokenizer or the data cannot be used.
     """
+    from finetune.engine.checkpoint import tokenizer_files
     from finetune.engine.model import tokenizer_loading
 
     tokenizer = tokenizer_loading.load_tokenizer(config)
+    tokenizer_files.note_loaded(tokenizer)
+    tokenizer_loading.set_padding(tokenizer)
     return tokenizer, prepare(config, tokenizer)
 
 

@@ -6,10 +6,12 @@ about where it was loaded from. Engines with transformers 4, such as older vLLM 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,13 @@ CONFIG, TOKENIZER, SPECIAL = "tokenizer_config.json", "tokenizer.json", "special
 LOCAL_KEYS = ("is_local", "local_files_only", "backend")  # of the machine and library that loaded the tokenizer
 TRAINING_KEYS = ("padding_side", "truncation_side")  # set for a run's own batches
 Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
+_as_loaded: weakref.WeakKeyDictionary[Tokenizer, Files] = weakref.WeakKeyDictionary()
+
+
+def note_loaded(tokenizer: Tokenizer) -> None:
+    """Keep what `save_pretrained` writes of a tokenizer as it was loaded, so that `save` need not load it again."""
+    with contextlib.suppress(UserError):
+        _as_loaded[tokenizer] = _save_pretrained(tokenizer)
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -52,7 +61,9 @@ def copy(source: Path, folder: Path) -> None:
 
 def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
     own = _save_pretrained(tokenizer)
-    base = None if origin is None else _save_pretrained_from(type(tokenizer), origin.resolve())
+    base = _as_loaded.get(tokenizer)
+    if base is None and origin is not None:
+        base = _save_pretrained_from(type(tokenizer), origin.resolve())
     raw = {} if origin is None else read(origin)
     config, before = _json(own.get(CONFIG)), _json((base or {}).get(CONFIG))
     if base is None or CONFIG not in raw or TOKENIZER not in raw or TOKENIZER not in own:

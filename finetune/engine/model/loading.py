@@ -5,7 +5,9 @@ Import it after `bootstrap.start`, like everything that uses transformers or pef
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,6 +106,26 @@ def keep_4bit_layout(model: Model) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
+@contextlib.contextmanager
+def without_slow_tokenizers() -> Iterator[None]:
+    """Context in which no slow tokenizer is loaded. Unsloth would compare one with the fast one, though transformers 5
+    has one kind only; it goes on without. A run has its own tokenizer."""
+    from transformers import AutoTokenizer
+
+    before, load = vars(AutoTokenizer)["from_pretrained"], AutoTokenizer.from_pretrained
+
+    def fast(*names: Any, from_slow: bool = False, **given: Any) -> Any:
+        if from_slow:
+            raise ValueError("a run needs no slow tokenizer")
+        return load(*names, **given)
+
+    AutoTokenizer.from_pretrained = staticmethod(fast)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = before  # type: ignore[method-assign]
+
+
 def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Model:
     import unsloth
 
@@ -113,7 +135,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     stored, on_gpu = master_weights.stored_dtype(config, dtype), stack.device != "cpu"
     name = config.model.model_name_or_path
     load = loader.from_pretrained if on_gpu else multimodal.in_unsloths_loader(name)(loader.from_pretrained)
-    model, _ = load(
+    model, _ = without_slow_tokenizers()(load)(
         model_name=name,
         revision=config.model.revision,
         max_seq_length=row_length,

@@ -15,7 +15,7 @@ from finetune.runtime.types import Model, Tokenizer
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The model's tokenizer, with padding.
+    """The model's tokenizer, as it is.
 
     Raises:
         UserError: it is found neither locally nor on the Hub.
@@ -25,10 +25,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     files.check_name(Path(str(config.model.model_name_or_path)), "model.model_name_or_path")
     name, revision = adapter_files.tokenizer_source(config)
     with explain_load_error(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=config.model.trust_remote_code
-        )
-    return set_padding(tokenizer)
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.model.trust_remote_code)
 
 
 def set_padding(tokenizer: Any) -> Any:

@@ -25,6 +25,20 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(params=["noted", "not noted"])
+def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Loads a tokenizer, whose files as loaded are then known when it is saved, or are made by loading it again."""
+
+    def load(folder: Path) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if request.param == "noted":
+            tokenizer_files.note_loaded(tokenizer)
+            monkeypatch.setattr(tokenizer_files, "_save_pretrained_from", None)
+        return tokenizer
+
+    return load
+
+
 def edit(file: Path, **values: Any) -> None:
     content = json.loads(file.read_text()) | values
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
@@ -36,15 +50,15 @@ def saved(tokenizer: Any, folder: Path) -> dict[str, bytes]:
     return tokenizer_files.read(folder)
 
 
-def test_an_unchanged_tokenizer_is_copied(base: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def test_an_unchanged_tokenizer_is_copied(base: Path, tmp_path: Path, loaded: Any) -> None:
+    tokenizer = loaded(base)
     tokenizer.padding_side = "left"
     tokenizer("the cat", truncation=True, max_length=1)  # leaves its truncation in the tokenizer
     assert saved(tokenizer, tmp_path / "out") == tokenizer_files.read(base)
 
 
-def test_a_pad_token_is_added_to_the_base_s_files(base: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def test_a_pad_token_is_added_to_the_base_s_files(base: Path, tmp_path: Path, loaded: Any) -> None:
+    tokenizer = loaded(base)
     tokenizer.pad_token = tokenizer.eos_token
     found, before = saved(tokenizer, tmp_path / "out"), tokenizer_files.read(base)
     for name, content in before.items():
@@ -56,11 +70,11 @@ def test_a_pad_token_is_added_to_the_base_s_files(base: Path, tmp_path: Path) ->
     assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "<|im_end|>"
 
 
-def test_another_template_replaces_the_base_s_wherever_that_is(base: Path, tmp_path: Path) -> None:
+def test_another_template_replaces_the_base_s_wherever_that_is(base: Path, tmp_path: Path, loaded: Any) -> None:
     template = (base / "chat_template.jinja").read_text()
     (base / "chat_template.jinja").unlink()
     edit(base / "tokenizer_config.json", chat_template=template)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = loaded(base)
     assert tokenizer.chat_template == template
     tokenizer.chat_template = "{{ messages }}"
     found = saved(tokenizer, tmp_path / "out")
@@ -71,8 +85,8 @@ def test_another_template_replaces_the_base_s_wherever_that_is(base: Path, tmp_p
     assert found["tokenizer.json"] == (base / "tokenizer.json").read_bytes()
 
 
-def test_added_tokens_are_in_every_file_that_names_tokens(base: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def test_added_tokens_are_in_every_file_that_names_tokens(base: Path, tmp_path: Path, loaded: Any) -> None:
+    tokenizer = loaded(base)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
     found = saved(tokenizer, tmp_path / "out")
     config = json.loads(found["tokenizer_config.json"])
@@ -96,8 +110,8 @@ def test_without_the_base_s_files_the_class_is_one_that_version_4_knows(tmp_path
 
 
 @pytest.mark.parametrize("template", ["\ud800", {"default": "x", "../up": "y"}, {"default": "x", "n" * 300: "y"}])
-def test_a_template_that_cannot_be_saved_is_an_error(base: Path, tmp_path: Path, template: Any) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def test_a_template_that_cannot_be_saved_is_an_error(base: Path, tmp_path: Path, loaded: Any, template: Any) -> None:
+    tokenizer = loaded(base)
     tokenizer.chat_template = template
     with pytest.raises(UserError, match="cannot be saved.*model.chat_template"):
         saved(tokenizer, tmp_path / "out")

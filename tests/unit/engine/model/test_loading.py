@@ -13,7 +13,7 @@ from finetune.config import load
 from finetune.engine.model import loading
 from finetune.engine.sharding import shard
 from finetune.runtime.bootstrap import Stack
-from tests.helpers import tiny
+from tests.helpers import launch, tiny
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -42,3 +42,23 @@ def test_weights_that_will_be_sharded_have_no_room_beside_them(tmp_path: Path, m
         monkeypatch.setattr(shard, "is_requested", lambda config, sharded=sharded: sharded)
         loaded: Any = loading.load(config, stack, row_length=64)
         assert all(one.is_contiguous() for one in loaded.parameters()) == sharded
+
+
+@pytest.mark.unsloth
+@pytest.mark.process
+def test_unsloth_loads_the_tokenizer_once(tmp_path: Path) -> None:
+    tiny.make_model(tmp_path / "model")
+    script = """
+from unsloth import tokenizer_utils
+from transformers import AutoTokenizer
+from finetune.engine.model import loading
+load, calls = AutoTokenizer.from_pretrained, []
+AutoTokenizer.from_pretrained = staticmethod(lambda *given, **named: (calls.append(1), load(*given, **named))[1])
+found = [tokenizer_utils.load_correct_tokenizer("model")]
+twice = len(calls)
+found.append(loading.without_slow_tokenizers()(tokenizer_utils.load_correct_tokenizer)("model"))
+one, other = [(each.get_vocab(), each.chat_template, each.special_tokens_map) for each in found]
+print("RESULT", twice, len(calls) - twice, one == other)
+"""
+    done = launch.on_the_installed_unsloth(script, tmp_path)
+    assert "RESULT 2 1 True" in done.stdout, done.stderr[-4000:]
