@@ -225,16 +225,16 @@ def _watch(signals: socket.socket) -> None:
     while True:
         latest = _next_signal(signals)
         arrived = arrived or latest
+        gone = state.launcher is not None and launcher.is_gone(state.launcher)
         # One poll late, so that the kernel's own signal is handled first.
-        if launcher_gone and not state.launcher_end_handled and not arrived:
+        if gone and launcher_gone and not state.launcher_end_handled and not arrived:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        launcher_gone = state.launcher is not None and launcher.is_gone(state.launcher)
+        launcher_gone = gone
         if not (arrived or requested()):
             since = None
             continue
         since = time.monotonic() if since is None else since
-        idle = idle_beyond_limit(since)
-        if idle is not None:
+        if (idle := idle_beyond_limit(since)) is not None:
             request(arrived)  # in case no handler has run
             _end(idle)
 
