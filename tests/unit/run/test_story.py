@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from finetune import train
 from finetune.config import load
 from finetune.engine import record
+from finetune.engine.checkpoint import tokenizer_files
 from finetune.engine.session import building
 from finetune.errors import RunError
 from finetune.review import conclusion, main
@@ -164,8 +165,9 @@ def test_a_signal_while_a_failure_is_recorded_waits(
 def test_the_configuration_of_a_run_repeats_it(
     evaluating_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """run.yaml has nothing left to choose, and the same losses to the last bit."""
+    """run.yaml has nothing left to choose, and the same losses to the last bit. No tokenizer is loaded to be saved."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizer_files, "_save_pretrained_from", None)
     evaluating_run[evaluating_run.index("--training.global_batch_size") + 1] = "4"
     evaluating_run[evaluating_run.index("--training.max_steps") + 1] = "3"
     evaluating_run[evaluating_run.index("--training.eval_steps") + 1] = "0"

@@ -49,14 +49,24 @@ def test_weights_that_will_be_sharded_have_no_room_beside_them(tmp_path: Path, m
 def test_unsloth_loads_the_tokenizer_once(tmp_path: Path) -> None:
     tiny.make_model(tmp_path / "model")
     script = """
+import unsloth
 from unsloth import tokenizer_utils
 from transformers import AutoTokenizer
+from finetune.config import load
 from finetune.engine.model import loading
-load, calls = AutoTokenizer.from_pretrained, []
-AutoTokenizer.from_pretrained = staticmethod(lambda *given, **named: (calls.append(1), load(*given, **named))[1])
-found = [tokenizer_utils.load_correct_tokenizer("model")]
-twice = len(calls)
-found.append(loading.without_slow_tokenizers()(tokenizer_utils.load_correct_tokenizer)("model"))
+from finetune.runtime.bootstrap import Stack
+
+own, calls, found = AutoTokenizer.from_pretrained, [], []
+AutoTokenizer.from_pretrained = staticmethod(lambda *given, **named: (calls.append(1), own(*given, **named))[1])
+class Loader:
+    def from_pretrained(**given):
+        return None, found.append(tokenizer_utils.load_correct_tokenizer("model"))
+
+Loader.from_pretrained()
+twice, unsloth.FastLanguageModel = len(calls), Loader
+config = load(["--model.model_name_or_path", "model", "--data.train_file", "x"], command="train")
+stack = Stack(backend="unsloth", reason="a test", device="cpu", local_rank=0, patches=())
+loading._load_unsloth(config, stack, 64, continue_adapter=True)
 one, other = [(each.get_vocab(), each.chat_template, each.special_tokens_map) for each in found]
 print("RESULT", twice, len(calls) - twice, one == other)
 """
