@@ -15,7 +15,7 @@ from finetune.runtime.types import Model, Tokenizer
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The model's tokenizer, as it is.
+    """The model's tokenizer as its files have it: padding is not set yet.
 
     Raises:
         UserError: it is found neither locally nor on the Hub.
