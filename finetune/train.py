@@ -1,6 +1,11 @@
 """`accelerate launch -m finetune.train`: a run from a configuration, whose story is `run.story`."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from finetune.runtime import bootstrap
+
+bootstrap.keep_bytecode()  # that of the following imports, too
 
 import contextlib
 import shlex

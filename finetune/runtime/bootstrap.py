@@ -282,21 +282,24 @@ def set_environment() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
+@functools.cache
 def keep_bytecode() -> None:
     """Keep the bytecode of what is imported from here on in the cache folder, if torch's is nowhere: its folder can't
     be written, or PYTHONDONTWRITEBYTECODE is set, as in many container images. Compiling takes most of such a start
     (docs/defects.md, D12). One rank of a machine writes it, in a folder for these versions of the packages: bytecode
     is known by its source's time and size, which may be those of another version."""
-    if sys.pycache_prefix or (torch := importlib.util.find_spec("torch")) is None or torch.origin is None:
+    if (torch := importlib.util.find_spec("torch")) is None or torch.origin is None:
         return
-    beside = Path(importlib.util.cache_from_source(torch.origin))
+    beside = Path(torch.origin).parent / "__pycache__" / Path(importlib.util.cache_from_source(torch.origin)).name
     if beside.is_file() or (not sys.dont_write_bytecode and os.access(beside.parents[1], os.W_OK)):
         return
     installed = "\n".join(sorted(one.name for entry in sys.path for one in Path(entry).glob("*-info")))
     kept = cache_folder() / "bytecode" / hashlib.sha256(installed.encode()).hexdigest()[:16]
-    if folder := private_folder(kept):
+    folder = private_folder(kept)
+    if folder and sys.pycache_prefix in (None, str(folder)):  # else the user's own; ours, in a rank that we start
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
-        sys.dont_write_bytecode = distributed.ranks().local_rank > 0
+        with contextlib.suppress(UserError):  # of wrong ranks, as a run says later
+            sys.dont_write_bytecode = distributed.ranks().local_rank > 0
 
 
 def _has_expandable_segments() -> bool:

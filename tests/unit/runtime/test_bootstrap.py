@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import py_compile
+import runpy
 import sys
 import warnings
 from importlib import metadata
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from finetune import train
 from finetune.errors import UserError
 from finetune.runtime import bootstrap
 
@@ -179,6 +181,8 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
     monkeypatch.setattr(sys, "pycache_prefix", "/mine" if kept == "the user's" else None)
     monkeypatch.setattr(sys, "dont_write_bytecode", kept != "writable")
     monkeypatch.setenv("FINETUNE_CACHE", str(cache.parent))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    bootstrap.keep_bytecode.cache_clear()
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items() if kept == "rank 1" else ():
         monkeypatch.setenv(name, value)
     if kept == "beside":
@@ -192,11 +196,23 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
     assert [one.stem.split(".")[0] for one in cache.rglob("*.pyc")] == ([] if kept else ["imported_later"])
     prefix = str(sys.pycache_prefix)
     assert prefix.startswith(str(cache)) == (kept in (None, "rank 1"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    bootstrap.keep_bytecode.cache_clear()
+    bootstrap.keep_bytecode()  # in a rank that this process starts
+    assert kept is not None or not sys.dont_write_bytecode
     (tmp_path / "lib-2.0.dist-info").mkdir()  # its files may have the times and sizes of those before
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    bootstrap.keep_bytecode.cache_clear()
     bootstrap.keep_bytecode()
     assert kept is not None or str(sys.pycache_prefix).startswith(str(cache)) and sys.pycache_prefix != prefix
+
+
+def test_a_run_keeps_the_bytecode_of_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(bootstrap, "keep_bytecode", lambda: called.append(True))
+    runpy.run_path(train.__file__)
+    assert called == [True]
 
 
 def test_packages_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:
