@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 # part: (most lines, most files). The files directly in finetune/ are the part `finetune/*`.
 MOST = {
     "benchmarks": (7000, 34),
-    "finetune/*": (1198, 12),
+    "finetune/*": (1203, 12),
     "finetune/advise": (805, 8),
     "finetune/bench": (518, 7),
     "finetune/chat": (1069, 8),
@@ -36,11 +36,11 @@ MOST = {
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
-    "finetune/runtime": (5830, 35),
+    "finetune/runtime": (5833, 35),
     "patches": (1160, 17),
-    "tests": (50597, 399),
+    "tests": (50613, 399),
 }
-TOTAL = (55975, 331)  # of the parts of finetune/ together
+TOTAL = (55983, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
