@@ -81,11 +81,11 @@ quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "$(ELSEWHERE) and not campaign and not process"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # In parts: TESTS="tests/unit", TESTS="tests --ignore tests/unit".
 test-full: $(INSTALLED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "$(ELSEWHERE)" $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(ELSEWHERE)" $(TESTS)
 
 # Of the run, the adapter, the merged model, the GGUF file and a server. LLAMA_CPP: a folder with llama.cpp's converter.
 LLAMA_CPP ?= outputs/llama.cpp
@@ -116,7 +116,7 @@ test-newest:
 	rm -rf $(NEWEST)/unsloth
 	$(NEWEST)/bin/python -m pip install -q --no-deps --target $(NEWEST)/unsloth unsloth unsloth_zoo
 	$(NEWEST)/bin/python -m benchmarks.release_probes $(NEWEST)/unsloth > $(NEWEST)/unsloth.json
-	$(NEWEST)/bin/python -m pytest -n 4 --dist worksteal
+	$(NEWEST)/bin/python -m pytest -n 3 --dist worksteal
 	$(NEWEST)/bin/python docs/site/generate.py "make test-newest"
 
 # What stacks that share a host's environment pin: axolotl transformers 5.20, NeMo 5.18.
@@ -126,7 +126,7 @@ test-between:
 	$(PYTHON) -m venv --clear $(BETWEEN)
 	grep '^torch==' constraints.txt > $(BETWEEN)/constraints.txt
 	$(BETWEEN)/bin/python -m pip install -q -c $(BETWEEN)/constraints.txt -e '.[dev]' 'transformers==$(TRANSFORMERS).*'
-	$(BETWEEN)/bin/python -m pytest -n 4 --dist worksteal
+	$(BETWEEN)/bin/python -m pytest -n 3 --dist worksteal
 
 # The lower bounds of pyproject.toml.
 test-oldest:
@@ -135,7 +135,7 @@ test-oldest:
 	$(OLDEST)/bin/python -m pip install -q --upgrade pip
 	$(OLDEST)/bin/python -m $(FORMER)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[dev,gguf]'
-	$(OLDEST)/bin/python -m pytest -n 4 --dist worksteal
+	$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal
 
 # What the next releases of these three will break. The report is for .ci/first_failure.py.
 GITHUB := git+https://github.com/huggingface
@@ -144,12 +144,12 @@ test-upstream:
 	$(PYTHON) -m venv --clear $(UPSTREAM)
 	grep '^torch==' constraints.txt > $(UPSTREAM)/constraints.txt
 	$(UPSTREAM)/bin/python -m pip install -q -c $(UPSTREAM)/constraints.txt -e '.[dev]' transformers@$(GITHUB)/transformers trl@$(GITHUB)/trl peft@$(GITHUB)/peft
-	$(UPSTREAM)/bin/python -m pytest -n 4 --dist worksteal --junitxml=outputs/upstream.xml
+	$(UPSTREAM)/bin/python -m pytest -n 3 --dist worksteal --junitxml=outputs/upstream.xml
 
 # Of this process and of the processes that tests start, forked ones included.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt pytest-cov
-	$(BIN)/python -m pytest -n 4 --dist worksteal --cov --cov-report=html:outputs/coverage --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 3 --dist worksteal --cov --cov-report=html:outputs/coverage --cov-report=term:skip-covered
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ go through `tests.helpers.launch`."""
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,8 @@ os.environ["UNSLOTH_CPU_BF16"] = "0"
 # Workers share the cores, and threads that wait for each other there cost four times the work. Read when torch is
 # imported, and by each run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Millions of objects of the libraries live as long as a worker: collections leave out what it holds before the tests.
+gc.disable()
 # Files of tests are in memory where there is room for them: on a disk they wait for it half of their time.
 _MEMORY = Path("/dev/shm")
 if "TMPDIR" not in os.environ and _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC:
@@ -56,6 +59,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_configure() -> None:
     """Its workers find the session's warm servers."""
     warm.session()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
