@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetune.engine.kernels import fp8, fused_lora
 from finetune.engine.model.loading import keep_4bit_layout
@@ -21,6 +22,7 @@ SAMPLED_LAYERS, SAMPLED_TOKENS = 8, 512
 IN_FLOAT32, IN_16_BITS = 1e-4, 0.05  # 16 bits round to 0.01 of it; GPUs may multiply float32 in TF32
 APART, APART_IN_FP8 = 0.25, 0.75  # of the norm: 16 bits round deep models to a few percent, another document is 1.1 off
 OF_ROUNDING = 4  # times what rounding the embeddings moves: 0.4 of the norm in a Gemma 4 with random weights
+QUICK_TO_LOAD = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN takes a second
 DOCUMENTS = (24, 40, 8)  # tokens of those of the pack that is tried: more than a chunk of the gated delta rule
 
 
@@ -86,7 +88,8 @@ def separation(model: Model, dtype: torch.dtype, arguments: Callable[[Sequence[i
     def run(
         tokens: torch.Tensor, given: JsonObject, part: slice, rounding: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _outputs_and_gradients(model, dtype, tokens, given, part, rounding)
+        with contextlib.nullcontext() if given else sdpa_kernel(QUICK_TO_LOAD):  # packs as they train
+            return _outputs_and_gradients(model, dtype, tokens, given, part, rounding)
 
     with _training_without_dropout(model):
         outputs, gradients = run(ids, packed, others)
@@ -201,7 +204,7 @@ def is_fused_head_exact(model: Any) -> bool:
         return False
     embeddings = model.get_input_embeddings().weight
     ids = torch.arange(16, device=embeddings.device)[None] % embeddings.shape[0]
-    with evaluating(model):
+    with evaluating(model), sdpa_kernel(QUICK_TO_LOAD):
         found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
         whole = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     own = whole.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
