@@ -29,7 +29,7 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15983, 103),
+    "finetune/engine": (15986, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
     "finetune/measure": (3799, 19),
@@ -38,9 +38,9 @@ MOST = {
     "finetune/run": (479, 4),
     "finetune/runtime": (5833, 35),
     "patches": (1160, 17),
-    "tests": (50620, 399),
+    "tests": (50621, 399),
 }
-TOTAL = (55983, 331)  # of the parts of finetune/ together
+TOTAL = (55986, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
