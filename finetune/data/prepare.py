@@ -86,7 +86,7 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
     data, seed = config.data, config.training.seed
     every = [source for sources in splits.values() for source in sources]
     readers = Readers(config, tokenizer, every)
-    draws = data.eval_fraction or any(source.weight % 1 for source in every)
+    digest = _tokenizer_digest(tokenizer)
     key = store.fingerprint(
         {
             "splits": {
@@ -95,8 +95,8 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
                 ]
                 for name, split in splits.items()
             },
-            "tokenizer": _tokenizer_digest(tokenizer),
-            "seed": seed if draws else None,
+            "tokenizer": digest,
+            "seed": seed if data.eval_fraction or any(source.weight % 1 for source in every) else None,
             **{
                 name: getattr(data, name)
                 for name in ("system_prompt", "document_length", "over_length", "assistant_only_loss", "eval_fraction")
@@ -118,8 +118,8 @@ def prepare_splits(config: Config, tokenizer: Tokenizer, splits: Mapping[str, Se
         splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
         format=about["format"] + readers.notes,
-        fingerprint=_identity(config, splits, readers),
-        order_key=_identity(config, {name: split for name, split in splits.items() if name == "train"}, readers),
+        fingerprint=_identity(config, splits, readers, digest),
+        order_key=_identity(config, {name: one for name, one in splits.items() if name == "train"}, readers, digest),
         folder=folder,
         cached=not built,
     )
@@ -141,7 +141,7 @@ def _reading(source: Source) -> list[Any]:
     return [source.format, source.columns | ({} if source.text_field == "text" else {"text field": source.text_field})]
 
 
-def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: Readers) -> str:
+def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: Readers, tokenizer: str) -> str:
     """The fingerprint of these splits. That of the training rows alone is what their order is drawn from.
 
     It is not the key of the cache: a new layout of the cached files must not change the order, or no run of an earlier
@@ -164,7 +164,7 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: R
         "eval": None,
         "over_length": data.over_length or "truncate",
         **alone,
-        "tokenizer": _tokenizer_digest(readers.tokenizer),
+        "tokenizer": tokenizer,
         "template": template,
         "held out": [data.eval_fraction, seed] if data.eval_fraction else None,
         "weights": None,
