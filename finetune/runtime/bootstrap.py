@@ -294,12 +294,12 @@ def keep_bytecode() -> None:
     if beside.is_file() or (not sys.dont_write_bytecode and os.access(beside.parents[1], os.W_OK)):
         return
     installed = "\n".join(sorted(one.name for entry in sys.path for one in Path(entry).glob("*-info")))
-    kept = cache_folder() / "bytecode" / hashlib.sha256(installed.encode()).hexdigest()[:16]
-    folder = private_folder(kept)
-    if folder and sys.pycache_prefix in (None, str(folder)):  # else the user's own; ours, in a rank that we start
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
-        with contextlib.suppress(UserError):  # of wrong ranks, as a run says later
+    with contextlib.suppress(UserError, RuntimeError):  # wrong ranks, no home folder: a run says so later
+        folder = private_folder(cache_folder() / "bytecode" / hashlib.sha256(installed.encode()).hexdigest()[:16])
+        given = sys.pycache_prefix  # the user's own; or of the process of this package that starts this rank
+        if folder and (given is None or Path(given).parent == folder.parent):
             sys.dont_write_bytecode = distributed.ranks().local_rank > 0
+            os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
 
 
 def _has_expandable_segments() -> bool:

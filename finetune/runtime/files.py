@@ -30,7 +30,8 @@ READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
 
 def cache_folder() -> Path:
     """Folder for files that can be regenerated: $FINETUNE_CACHE, else ~/.cache/finetune."""
-    return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
+    named = os.environ.get("FINETUNE_CACHE")
+    return Path.home() / ".cache" / "finetune" if named is None else Path(named)
 
 
 def private_folder(path: Path) -> Path | None:

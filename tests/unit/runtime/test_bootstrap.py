@@ -167,7 +167,7 @@ def test_collections_leave_out_what_was_imported() -> None:
     assert not any(one is kept for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("kept", [None, "beside", "writable", "the user's", "shared", "rank 1"])
+@pytest.mark.parametrize("kept", [None, "beside", "writable", "the user's", "shared", "rank 1", "no home"])
 def test_bytecode_is_kept_where_the_libraries_have_none(
     kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +185,9 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
     bootstrap.keep_bytecode.cache_clear()
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items() if kept == "rank 1" else ():
         monkeypatch.setenv(name, value)
+    if kept == "no home":
+        monkeypatch.delenv("FINETUNE_CACHE")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     if kept == "beside":
         py_compile.compile(str(torch.with_name("imported_later.py")), importlib.util.cache_from_source(str(torch)))
     cache.mkdir(0o777 if kept == "shared" else 0o700, parents=True)
@@ -196,15 +199,11 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
     assert [one.stem.split(".")[0] for one in cache.rglob("*.pyc")] == ([] if kept else ["imported_later"])
     prefix = str(sys.pycache_prefix)
     assert prefix.startswith(str(cache)) == (kept in (None, "rank 1"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    bootstrap.keep_bytecode.cache_clear()
-    bootstrap.keep_bytecode()  # in a rank that this process starts
-    assert kept is not None or not sys.dont_write_bytecode
     (tmp_path / "lib-2.0.dist-info").mkdir()  # its files may have the times and sizes of those before
-    monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     bootstrap.keep_bytecode.cache_clear()
-    bootstrap.keep_bytecode()
+    bootstrap.keep_bytecode()  # in a rank that this process starts, with another sys.path
+    assert kept is not None or not sys.dont_write_bytecode
     assert kept is not None or str(sys.pycache_prefix).startswith(str(cache)) and sys.pycache_prefix != prefix
 
 
