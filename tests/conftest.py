@@ -62,6 +62,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.collect()  # garbage with an open file is a fault
     gc.freeze()
     gc.enable()
 
