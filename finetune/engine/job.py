@@ -252,9 +252,10 @@ def read_rows(config: Config) -> tuple[Tokenizer, Data]:
     """
     from finetune.engine.checkpoint import tokenizer_files
     from finetune.engine.model import tokenizer_loading
+    from finetune.engine.preflight import adapter_files
 
     tokenizer = tokenizer_loading.load_tokenizer(config)
-    tokenizer_files.note_loaded(tokenizer)
+    tokenizer_files.note_loaded(tokenizer, *adapter_files.tokenizer_source(config))
     tokenizer_loading.set_padding(tokenizer)
     return tokenizer, prepare(config, tokenizer)
 

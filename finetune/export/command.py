@@ -174,7 +174,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> JsonObject:
         kept = merge.update_kept if merge is not None else None
         result: JsonObject = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
         if tools is not None:
-            named = model_files.model_folder(found.name)
+            named = model_files.model_folder(found.name, found.model.get("revision"))
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
             result |= write_gguf(options, found, folder, model, tools, tokenizer)
             finding = result.get("gguf_verification") or finding
@@ -367,7 +367,7 @@ def check_server(options: argparse.Namespace, found: Source) -> int:
     print_line(f"Asking {asked.url} for the model {asked.shown(asked.name)}")
     answers = server.ask_all(asked, tokenizer, rows[:: max(len(rows) // server.ROWS, 1)][: server.ROWS], chats)
     ends = stop_tokens(found, tokenizer) + generation_config.end_tokens_in_file(found.base)
-    before = model_files.model_folder(found.name) if found.adapter is None else None
+    before = model_files.model_folder(found.name, found.model.get("revision")) if found.adapter is None else None
     job = _reference(found) | {"exported": found.base, "before": before and str(before), "stops": ends}
     job |= {"sequences": [[one.ids, one.start] for one in answers], "trust_remote_code": options.trust_remote_code}
     scored = verify.run(job)

@@ -31,13 +31,16 @@ CONFIG, TOKENIZER, SPECIAL = "tokenizer_config.json", "tokenizer.json", "special
 LOCAL_KEYS = ("is_local", "local_files_only", "backend")  # of the machine and library that loaded the tokenizer
 TRAINING_KEYS = ("padding_side", "truncation_side")  # set for a run's own batches
 Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
-_as_loaded: weakref.WeakKeyDictionary[Tokenizer, Files] = weakref.WeakKeyDictionary()
+# What `save_pretrained` writes of a tokenizer as it was loaded, and the files that it was loaded from.
+_as_loaded: weakref.WeakKeyDictionary[Tokenizer, tuple[Files, Files]] = weakref.WeakKeyDictionary()
 
 
-def note_loaded(tokenizer: Tokenizer) -> None:
-    """Keep what `save_pretrained` writes of a tokenizer as it was loaded, so that `save` need not load it again."""
-    with contextlib.suppress(UserError):
-        _as_loaded[tokenizer] = _save_pretrained(tokenizer)
+def note_loaded(tokenizer: Tokenizer, name: str, revision: str | None) -> None:
+    """Keep a tokenizer as it was loaded from a folder or the Hub, so that `save` need not load it again, and does not
+    find other files there by then."""
+    with contextlib.suppress(Exception):  # `save` says what is wrong; tokenizers raises no subclass for a full disk
+        if folder := model_files.model_folder(name, revision):
+            _as_loaded[tokenizer] = _save_pretrained(tokenizer), read(folder)
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -46,8 +49,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     Raises:
         UserError: it has something that cannot be saved, such as a chat template that is not text.
     """
-    base = str(getattr(tokenizer, "name_or_path", "") or "")
-    for name, content in _files_to_write(tokenizer, model_files.model_folder(base) if base else None).items():
+    for name, content in _files_to_write(tokenizer).items():
         (folder / name).parent.mkdir(exist_ok=True)
         files.write_bytes(folder / name, content)
 
@@ -59,12 +61,9 @@ def copy(source: Path, folder: Path) -> None:
         files.write_bytes(folder / name, content)
 
 
-def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
+def _files_to_write(tokenizer: Tokenizer) -> Files:
     own = _save_pretrained(tokenizer)
-    base = _as_loaded.get(tokenizer)
-    if base is None and origin is not None:
-        base = _save_pretrained_from(type(tokenizer), origin.resolve())
-    raw = {} if origin is None else read(origin)
+    base, raw = _as_loaded.get(tokenizer) or _of_origin(tokenizer)
     config, before = _json(own.get(CONFIG)), _json((base or {}).get(CONFIG))
     if base is None or CONFIG not in raw or TOKENIZER not in raw or TOKENIZER not in own:
         return own | {CONFIG: _bytes(_for_transformers_4(config))}
@@ -91,6 +90,13 @@ def _files_to_write(tokenizer: Tokenizer, origin: Path | None) -> Files:
             tokens = {key: value for key, value in new.items() if key in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
             kept |= {SPECIAL: _bytes(_json(kept[SPECIAL]) | tokens)}
     return {name: content for name, content in own.items() if name.endswith(".py")} | kept
+
+
+def _of_origin(tokenizer: Tokenizer) -> tuple[Files | None, Files]:
+    """What is kept of a tokenizer as loaded, for one that a script has loaded, whose revision is not known."""
+    name = str(getattr(tokenizer, "name_or_path", "") or "")
+    origin = model_files.model_folder(name) if name else None
+    return (None, {}) if origin is None else (_save_pretrained_from(type(tokenizer), origin.resolve()), read(origin))
 
 
 def _save_pretrained(tokenizer: Tokenizer) -> Files:

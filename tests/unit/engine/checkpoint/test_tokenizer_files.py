@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from finetune.engine.checkpoint import tokenizer_files
@@ -32,7 +34,7 @@ def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def load(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if request.param == "noted":
-            tokenizer_files.note_loaded(tokenizer)
+            tokenizer_files.note_loaded(tokenizer, str(folder), None)
             monkeypatch.setattr(tokenizer_files, "_save_pretrained_from", None)
         return tokenizer
 
@@ -55,6 +57,33 @@ def test_an_unchanged_tokenizer_is_copied(base: Path, tmp_path: Path, loaded: An
     tokenizer.padding_side = "left"
     tokenizer("the cat", truncation=True, max_length=1)  # leaves its truncation in the tokenizer
     assert saved(tokenizer, tmp_path / "out") == tokenizer_files.read(base)
+
+
+def test_what_is_saved_is_what_was_loaded(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the name stands for: another revision than main was asked for, whose files change meanwhile."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, before = tmp_path / "models--org--name", tokenizer_files.read(base)
+    (repository / "refs").mkdir(parents=True)
+    for revision in ("v1", "main"):
+        shutil.copytree(base, snapshot := repository / "snapshots" / revision)
+        (snapshot / "config.json").write_text("{}")
+        (repository / "refs" / revision).write_text(revision)
+    edit(snapshot / "tokenizer_config.json", eos_token="<|im_start|>")
+    tokenizer = AutoTokenizer.from_pretrained(repository / "snapshots" / "v1")
+    tokenizer.name_or_path = "org/name"
+    tokenizer_files.note_loaded(tokenizer, "org/name", "v1")
+    edit(repository / "snapshots" / "v1" / "tokenizer_config.json", eos_token="<|im_start|>")
+    assert saved(tokenizer, tmp_path / "out") == before
+
+
+def test_a_tokenizer_that_cannot_be_written_yet_is_noted_by_nobody(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tokenizers' error of a full disk is an Exception, of no other class."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    full = lambda *_: (_ for _ in ()).throw(Exception("No space left"))  # noqa: E731
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    tokenizer_files.note_loaded(tokenizer, str(base), None)
+    assert tokenizer not in tokenizer_files._as_loaded
 
 
 def test_a_pad_token_is_added_to_the_base_s_files(base: Path, tmp_path: Path, loaded: Any) -> None:
