@@ -29,18 +29,18 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15986, 103),
+    "finetune/engine": (15993, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
     "finetune/measure": (3799, 19),
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
-    "finetune/runtime": (5833, 35),
+    "finetune/runtime": (5834, 35),
     "patches": (1160, 17),
-    "tests": (50621, 399),
+    "tests": (50648, 399),
 }
-TOTAL = (55986, 331)  # of the parts of finetune/ together
+TOTAL = (55994, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
