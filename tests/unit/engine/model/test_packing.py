@@ -253,6 +253,7 @@ def test_noise_and_rounding_are_measured_where_they_decide(
             return row + next(packs), gradients
         return row[24:64] * (1 + away + (rounded if rounding else 0)), gradients[24:64]
 
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as by default: a patch, which a test has applied here, turns it off
     monkeypatch.setattr(trial, "_outputs_and_gradients", found)
     leak = trial.separation(make("Llama"), torch.bfloat16, lambda lengths: {"lengths": lengths}).leak
     assert ((leak is None), len(count)) == (apart, passes)
