@@ -295,9 +295,9 @@ def keep_bytecode() -> None:
         return
     installed = "\n".join(sorted(one.name for entry in sys.path for one in Path(entry).glob("*-info")))
     with contextlib.suppress(UserError, RuntimeError):  # wrong ranks, no home folder: a run says so later
-        folder = private_folder(cache_folder() / "bytecode" / hashlib.sha256(installed.encode()).hexdigest()[:16])
-        given = sys.pycache_prefix  # the user's own; or of the process of this package that starts this rank
-        if folder and (given is None or Path(given).parent == folder.parent):
+        kept, given = (cache_folder() / "bytecode").resolve(), sys.pycache_prefix
+        ours = given is None or Path(given).parent == kept  # the process that starts a rank hands it down
+        if ours and (folder := private_folder(kept / hashlib.sha256(installed.encode()).hexdigest()[:16])):
             sys.dont_write_bytecode = distributed.ranks().local_rank > 0
             os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)  # also for torch's compiling processes
 

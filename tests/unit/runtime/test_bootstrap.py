@@ -197,6 +197,7 @@ def test_bytecode_is_kept_where_the_libraries_have_none(
     monkeypatch.delitem(sys.modules, "imported_later", raising=False)
     importlib.import_module("imported_later")
     assert [one.stem.split(".")[0] for one in cache.rglob("*.pyc")] == ([] if kept else ["imported_later"])
+    assert kept != "the user's" or not [*cache.iterdir()]
     prefix = str(sys.pycache_prefix)
     assert prefix.startswith(str(cache)) == (kept in (None, "rank 1"))
     (tmp_path / "lib-2.0.dist-info").mkdir()  # its files may have the times and sizes of those before
