@@ -95,7 +95,7 @@ def _files_to_write(tokenizer: Tokenizer) -> Files:
 def _of_origin(tokenizer: Tokenizer) -> tuple[Files | None, Files]:
     """What is kept of a tokenizer as loaded, for one that a script has loaded, whose revision is not known."""
     name = str(getattr(tokenizer, "name_or_path", "") or "")
-    origin = model_files.model_folder(name) if name else None
+    origin = model_files.model_folder(name, None) if name else None
     return (None, {}) if origin is None else (_save_pretrained_from(type(tokenizer), origin.resolve()), read(origin))
 
 

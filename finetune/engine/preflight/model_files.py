@@ -68,7 +68,7 @@ def why_damaged(file: Path) -> str | None:
     return None if size == expected else f"it has {size:,} bytes instead of {expected:,}"
 
 
-def model_folder(name: str, revision: str | None = None) -> Path | None:
+def model_folder(name: str, revision: str | None) -> Path | None:
     """Folder of a model: local, or a snapshot in the Hub's cache. None if it is not on this machine.
 
     Raises:

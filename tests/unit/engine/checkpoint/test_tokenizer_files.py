@@ -77,7 +77,7 @@ def test_what_is_saved_is_what_was_loaded(base: Path, tmp_path: Path, monkeypatc
     assert saved(tokenizer, tmp_path / "out") == before
 
 
-def test_a_tokenizer_that_cannot_be_written_yet_is_noted_by_nobody(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_left_for_save_to_report(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tokenizers' error of a full disk is an Exception, of no other class."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     full = lambda *_: (_ for _ in ()).throw(Exception("No space left"))  # noqa: E731
