@@ -38,7 +38,7 @@ MOST = {
     "finetune/run": (479, 4),
     "finetune/runtime": (5834, 35),
     "patches": (1160, 17),
-    "tests": (50649, 399),
+    "tests": (50650, 399),
 }
 TOTAL = (55994, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
