@@ -32,15 +32,15 @@ MOST = {
     "finetune/engine": (15993, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
-    "finetune/measure": (3799, 19),
+    "finetune/measure": (3833, 19),
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
-    "finetune/runtime": (5834, 35),
-    "patches": (1160, 17),
-    "tests": (50650, 399),
+    "finetune/runtime": (5858, 35),
+    "patches": (1234, 18),
+    "tests": (50759, 400),
 }
-TOTAL = (55994, 331)  # of the parts of finetune/ together
+TOTAL = (56054, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
