@@ -1,8 +1,8 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it, those of EVERY on both backends, those of OPTIMIZERS in
-runs with that `training.optim`, MASKED ones where rows attend through a mask on a GPU. A patch is applied only if its
-probe finds the defect.
+FIRST patches run before transformers is imported, EARLY ones before `import unsloth`, LATE ones after it, those of
+EVERY on both backends, those of OPTIMIZERS in runs with that `training.optim`, MASKED ones where rows attend through a
+mask on a GPU. A patch is applied only if its probe finds the defect.
 """
 
 from patches import (
@@ -11,6 +11,7 @@ from patches import (
     torch_varlen_gqa,
     torchao_state_dtype,
     transformers_grouped_mm_width,
+    transformers_slow_import,
     unsloth_all_trl_trainers,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
@@ -23,6 +24,7 @@ from patches import (
     unsloth_rope_gradient_layout,
 )
 
+FIRST = (transformers_slow_import,)
 EARLY = (torch_varlen_gqa, unsloth_all_trl_trainers)
 LATE = (
     unsloth_fused_loss_view,
@@ -38,4 +40,4 @@ LATE = (
 EVERY = (peft_moe_layer_targets, transformers_grouped_mm_width)
 MASKED = (torch_cudnn_attention_nan,)
 OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
-ALL = (*EARLY, *LATE, *EVERY, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)
+ALL = (*FIRST, *EARLY, *LATE, *EVERY, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)

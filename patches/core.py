@@ -1,10 +1,16 @@
-"""Probes for each patch's defect, applies the patch if the defect is present, and verifies that it worked."""
+"""Probes for each patch's defect, applies the patch if the defect is present, and verifies that it worked. Patches may
+change modules that are imported later."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+
+Change = Callable[[ModuleType], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +66,34 @@ def run(patches: Iterable[ModuleType], without: Collection[str] = (), *, too_lat
         missed = bool(needed) and too_late and not left_out
         verdicts.append(Verdict(name=name, needed=needed, left_out=left_out, missed=missed))
     return verdicts
+
+
+def change_on_import(changes: Mapping[str, Change]) -> None:
+    """Have modules changed when they are imported: once they have been executed, before anything uses them."""
+    sys.meta_path.insert(0, _ChangedModules(changes))
+
+
+def is_changed(*modules: str) -> bool:
+    """Whether `change_on_import` changes all of these modules."""
+    changed = {name for one in sys.meta_path if isinstance(one, _ChangedModules) for name in one.changes}
+    return changed >= set(modules)
+
+
+class _ChangedModules(importlib.abc.MetaPathFinder):
+    def __init__(self, changes: Mapping[str, Change]) -> None:
+        self.changes = changes
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname not in self.changes:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            self.changes[fullname](module)
+
+        spec.loader.exec_module = exec_module
+        return spec

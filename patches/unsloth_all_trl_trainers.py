@@ -4,11 +4,11 @@ the one that is used.
 Without this: the same training, but each start takes seconds longer. Applies to a GPU: on a CPU Unsloth rewrites none.
 """
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
-import sys
 from pathlib import Path
+from types import ModuleType
+
+from patches import core
 
 UPSTREAM = "https://github.com/unslothai/unsloth/blob/main/unsloth/models/rl.py"
 REMOVE_WHEN = None  # when Unsloth rewrites a trainer at its first use; the probe then finds no function to replace
@@ -21,7 +21,7 @@ def needed() -> bool:
     to be replaced. Does not import Unsloth."""
     import torch
 
-    if not torch.cuda.is_available() or any(isinstance(finder, _OnlySft) for finder in sys.meta_path):
+    if not torch.cuda.is_available() or core.is_changed(_MODULE):
         return False
     unsloth = importlib.util.find_spec("unsloth")
     source = Path(str(unsloth.origin)).parent / "models" / "rl.py" if unsloth is not None else None
@@ -33,25 +33,9 @@ def needed() -> bool:
 
 def apply() -> None:
     """Rewrite TRL's SFT trainer alone, in place of all."""
-    if not needed():
-        return
-    sys.meta_path.insert(0, _OnlySft())
+    if needed():
+        core.change_on_import({_MODULE: _rewrite_only_sft})
 
 
-class _OnlySft(importlib.abc.MetaPathFinder):
-    """Replaces one function of the module when that has been executed, before anything calls it."""
-
-    def find_spec(self, fullname, path, target=None):
-        if fullname != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            setattr(module, _ALL, lambda: getattr(module, _ONE)("sft_trainer"))
-
-        spec.loader.exec_module = exec_module
-        return spec
+def _rewrite_only_sft(module: ModuleType) -> None:
+    setattr(module, _ALL, lambda: getattr(module, _ONE)("sft_trainer"))

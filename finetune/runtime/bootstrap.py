@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from patches import core
 # Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.
 RESTORED = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_LOGS")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Transformers and Unsloth import these if they are installed, for assisted generation, detection and embeddings.
+UNUSED = ("sentence_transformers", "sklearn", "scipy")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo", "bitsandbytes")
 
 
@@ -102,6 +105,19 @@ def library_imports() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def without_unused() -> Iterator[None]:
+    """Context in which libraries do not find the packages of `UNUSED`, whose import takes over a second. Not for a
+    user's script, which may use what libraries do with them."""
+    hidden = [name for name in UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
 @library_imports()
 def start(
     backend: str = "auto",
@@ -150,6 +166,7 @@ def start(
                 f"needs its own GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
             )
         torch.cuda.set_device(me.local_rank)
+        threading.Thread(target=_hash_triton, name="hash-triton", daemon=True).start()
         device = "cuda"
     else:
         device = "cpu"
@@ -158,9 +175,9 @@ def start(
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
 
-    verdicts = []
+    verdicts = core.run(patches.FIRST, without)
     if backend != "transformers":
-        verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
+        verdicts += core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
     if device == "cuda" and "unsloth" not in sys.modules:  # Unsloth keeps the function it finds
         flash.install_switch()
     refusal = None if backend == "transformers" else import_unsloth()
@@ -191,6 +208,13 @@ def start(
         patches=tuple(verdicts),
         without=tuple(without),
     )
+
+
+def _hash_triton() -> None:
+    """Have Triton hash its files, hundreds of MB, of which it takes note at its first kernel: while other libraries are
+    imported."""
+    with contextlib.suppress(ImportError, AttributeError, OSError):  # older releases have it elsewhere
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _check_strategy() -> None:

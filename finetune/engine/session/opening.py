@@ -157,7 +157,7 @@ def _start_backend(config: Config, without: Collection[str]) -> Stack:
     folder = model_files.model_folder(str(config.model.model_name_or_path), config.model.revision)
     if folder is not None and distributed.ranks().is_local_main:
         files.read_ahead(folder.glob("*.safetensors"))  # the imports need the processor, the weights the disk
-    with bootstrap.library_imports():
+    with bootstrap.library_imports(), bootstrap.without_unused():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
         multinode.node.connect()

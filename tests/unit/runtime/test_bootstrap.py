@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -12,7 +13,7 @@ import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -222,3 +223,28 @@ def test_packages_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         bootstrap.start("transformers")
     assert metadata.packages_distributions() == metadata.packages_distributions() == {"a": ["b"]}
     assert calls == [1]
+
+
+def test_libraries_do_not_find_what_no_run_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in bootstrap.UNUSED:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with bootstrap.without_unused():
+        for name in bootstrap.UNUSED:
+            assert importlib.util.find_spec(name) is None
+            with pytest.raises(ImportError):
+                importlib.import_module(name)
+    assert [importlib.import_module(name).__name__ for name in bootstrap.UNUSED] == list(bootstrap.UNUSED)
+
+
+def test_triton_hashes_its_files_if_it_has_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = ModuleType("triton.runtime.cache"), []
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", made)
+    bootstrap._hash_triton()
+    made.triton_key = lambda: asked.append(1)  # type: ignore[attr-defined]
+    bootstrap._hash_triton()
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)  # type: ignore[arg-type]
+    bootstrap._hash_triton()
+    assert asked == [1]
