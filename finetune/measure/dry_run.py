@@ -51,7 +51,8 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
 
     def prepare() -> None:
         modes.measure()
-        graphs.record(trainer, trial.job.config.training.cuda_graphs, total_steps(trial.job))  # as the run will
+        wanted, facts = trial.job.config.training.cuda_graphs, measurements.facts(trial.job)
+        graphs.record(trainer, wanted, total_steps(trial.job), facts)  # as the run will
 
     trainer.before_first_step = prepare
     try:

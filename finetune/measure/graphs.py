@@ -14,8 +14,9 @@ import torch
 
 from finetune.engine.training import decoder_graphs
 from finetune.engine.training.decoder_graphs import DecoderGraphs
-from finetune.measure import probe
+from finetune.measure import measurements, probe
 from finetune.runtime.ranks import activity, distributed
+from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
 if TYPE_CHECKING:
@@ -59,13 +60,15 @@ class Recording:
         )
 
 
-def record(trainer: SFTTrainer, wanted: str | bool, steps: int) -> Recording:
-    """Record the passes of a trainer, and have it train with them if they are right and faster on all ranks. Every rank
-    calls it, after `train` has begun and before the model is wrapped.
+def record(trainer: SFTTrainer, wanted: str | bool, steps: int, facts: JsonObject) -> Recording:
+    """Record the passes of a trainer, and have it train with them if they are right and faster on all ranks. What an
+    earlier start of this job has found right and faster is compared with one launched pass. Every rank calls it, after
+    `train` has begun and before the model is wrapped.
 
     Args:
         wanted: training.cuda_graphs: "auto", True (also where they are not faster) or False.
         steps: of the run, which win the time of recording back.
+        facts: of the job (`measurements.facts`), with its micro-batch.
     """
     if wanted is False:
         return Recording(used=False, reason="training.cuda_graphs is false")
@@ -76,20 +79,21 @@ def record(trainer: SFTTrainer, wanted: str | bool, steps: int) -> Recording:
     if wanted == "auto" and steps < WON_BACK_STEPS:
         return Recording(used=False, reason=f"{counted(steps, 'step')} do not win the recording back")
     with activity.during("recording CUDA graphs"):
-        with probe.same_random_numbers(trainer):
-            launched, host = _seconds(trainer)
-        probe.free_gradients(trainer)
-        if wanted == "auto" and _first(None if host > HOST_SHARE * launched else "host") is not None:
-            reason = f"the host launches a pass in {host / launched:.0%} of its time: the GPU has enough to do"
-            return Recording(used=False, reason=reason, launched_seconds=launched)
-        own, found = _tried(trainer, launched, wanted)
-        why = _first(None if own.used else own.reason)
-        if why is not None or found is None:
-            if found is not None:
-                found.remove()
-            del found
+        own, found, known = None, None, measurements.find_graphs(facts)
+        if _first(None if known else "unknown") is None and known:
+            own, found = _on_all_ranks(trainer, wanted, known)
+        if own is None or found is None:
+            with probe.same_random_numbers(trainer):
+                launched, host = _seconds(trainer)
             probe.free_gradients(trainer)
-            return replace(own, used=False, reason=str(why))
+            if wanted == "auto" and _first(None if host > HOST_SHARE * launched else "host") is not None:
+                reason = f"the host launches a pass in {host / launched:.0%} of its time: the GPU has enough to do"
+                return Recording(used=False, reason=reason, launched_seconds=launched)
+            own, found = _on_all_ranks(trainer, wanted, {"launched_seconds": launched})
+            if found is not None and (own.difference or 0.0) <= LARGEST_DIFFERENCE:
+                measurements.save_graphs(facts, own.launched_seconds, own.replayed_seconds)
+    if found is None:
+        return own
     trainer.until_end.enter_context(found.installed())
     return replace(own, seconds=time.perf_counter() - began)
 
@@ -99,23 +103,41 @@ def _first(why: str | None) -> str | None:
     return next((one for one in distributed.gather_objects(why) if one is not None), None)
 
 
-def _tried(trainer: SFTTrainer, launched: float, wanted: str | bool) -> tuple[Recording, DecoderGraphs | None]:
-    """What this rank finds, with the graphs."""
+def _on_all_ranks(trainer: SFTTrainer, wanted: str | bool, known: JsonObject) -> tuple[Recording, DecoderGraphs | None]:
+    """What this rank finds, with the graphs; without them if a rank has found that they are wrong or slower."""
+    own, found = _tried(trainer, wanted, known)
+    why = _first(None if own.used else own.reason)
+    if why is None:
+        return own, found
+    if found is not None:
+        found.remove()
+    del found
+    probe.free_gradients(trainer)
+    return replace(own, used=False, reason=str(why)), None
+
+
+def _tried(trainer: SFTTrainer, wanted: str | bool, known: JsonObject) -> tuple[Recording, DecoderGraphs | None]:
+    """What this rank finds, with the graphs.
+
+    Args:
+        known: seconds of a pass: `launched_seconds`, and `replayed_seconds` if an earlier start has found them.
+    """
+    launched, earlier = known["launched_seconds"], "replayed_seconds" in known
     own = Recording(used=False, reason="", launched_seconds=launched)
     graphs = None
     with probe.same_random_numbers(trainer):
         try:
-            expected = _results(trainer)
-            noise = _squares(_results(trainer), expected)
+            expected = _results(trainer, earlier)
+            noise = _squares(expected if earlier else _results(trainer), expected)
             stable = noise[..., 0] <= MOST_NOISE**2 * noise[..., 1]
             if not bool(stable[:, 0].all()) or stable.double().mean() < FEWEST:
                 return replace(own, reason="launched passes differ too much from each other to compare them"), None
             probe.free_gradients(trainer)
             graphs = DecoderGraphs(trainer)
-            squares = _squares(_results(trainer), expected)
+            squares = _squares(_results(trainer)[earlier:], expected)  # recorded with the weights of the first
             if not graphs.replays:
                 raise NotImplementedError("the decoder is called in another way than it was recorded")
-            replayed, _ = _seconds(trainer)
+            replayed = known["replayed_seconds"] if earlier else _seconds(trainer)[0]
         except Exception as error:  # a model may launch whatever it likes
             text = " ".join(str(error).split())[:200]
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -145,17 +167,17 @@ def _unlike_rows(trainer: SFTTrainer) -> list[np.ndarray]:
     return [np.resize(order[::-1], count), np.resize(order, count)]
 
 
-def _results(trainer: SFTTrainer) -> list[list[torch.Tensor]]:
-    """Loss and gradients of two micro-batches, the second with other weights, which a replay must see."""
+def _results(trainer: SFTTrainer, second: bool = False) -> list[list[torch.Tensor]]:
+    """Loss and gradients of two micro-batches, or of the second alone, whose weights are others: a replay sees them."""
     weights = [one for one in trainer.model.parameters() if one.requires_grad]
     kept = [one.detach().clone() for one in weights]
     found = []
     try:
-        for change, rows in zip((0.0, CHANGE), _unlike_rows(trainer), strict=True):
-            for one, before in zip(weights, kept, strict=True):
-                one.data.copy_(before + change)
-                if one.grad is not None:
-                    one.grad.zero_()
+        for change, rows in list(zip((0.0, CHANGE), _unlike_rows(trainer), strict=True))[second:]:
+            for weight, before in zip(weights, kept, strict=True):
+                weight.data.copy_(before + change)
+                if weight.grad is not None:
+                    weight.grad.zero_()
             loss = trainer.training_step(trainer.model, *probe.batch_of(trainer, trainer.layout, rows))
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad.detach().clone() for one in weights]
             found.append([loss.detach(), *gradients])

@@ -265,6 +265,18 @@ def find_sizes(wanted: JsonObject) -> JsonObject | None:
     return read(_shared_file("sizes", wanted, _OF_A_SIZE), checked)
 
 
+def save_graphs(found: JsonObject, launched: float | None, replayed: float | None) -> None:
+    """Note that this job's recorded passes are right and faster: the seconds of a launched and of a replayed pass."""
+    content = {"kind": "CUDA graphs", "launched_seconds": launched, "replayed_seconds": replayed}
+    write_json(_shared_file("graphs", found, ()), content)
+
+
+def find_graphs(wanted: JsonObject) -> JsonObject | None:
+    """What `save_graphs` has noted of this job; None if nothing."""
+    names = ("launched_seconds", "replayed_seconds")
+    return read(_shared_file("graphs", wanted, ()), lambda content: {name: float(content[name]) for name in names})
+
+
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
     """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
     return look_up("job", wanted, Measurement.from_dict, lambda one: one.facts)

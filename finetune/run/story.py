@@ -219,11 +219,12 @@ class _Run:
 
     def _measure(self, trainer: Any, searches: bool) -> None:
         """Settle what is open, with the trainer, and record its passes."""
-        from finetune.measure import graphs
+        from finetune.measure import graphs, measurements
 
         if searches:
             self._settle(trainer)
-        found = graphs.record(trainer, self.job.config.training.cuda_graphs, trainer.total_steps)
+        wanted, facts = self.job.config.training.cuda_graphs, measurements.facts(self.job)
+        found = graphs.record(trainer, wanted, trainer.total_steps, facts)
         if trainer.args.device.type == "cuda":
             print_line(found.line)
         self.record.update(cuda_graphs=vars(found))

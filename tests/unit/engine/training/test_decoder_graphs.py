@@ -19,6 +19,8 @@ from tests.helpers import launch, tiny
 from tests.helpers.runs import Runs, give_trainer_to, in_this_process
 from tests.spies.recorded import RunsAgain
 
+SECONDS = ("launched_seconds", "replayed_seconds")
+
 
 def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +67,8 @@ def test_runs_with_recorded_passes_are_equal_to_the_last_bit(
     assert len(evaluated) >= 3  # those after steps; the last ends the run, without graphs
     assert recorded["losses"] == launched["losses"]
     assert resumed["cuda_graphs"]["used"] and resumed["losses"] == launched["losses"][3:]
+    times = [{key: one["cuda_graphs"][key] for key in SECONDS} for one in (recorded, resumed)]
+    assert times[0] == times[1] and all(times[0].values())  # found before, and not measured again
     assert recorded["eval_loss_after"] == launched["eval_loss_after"]
     histories = [[one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one] for trainer in trainers]
     assert histories[0] == histories[1] and len(histories[0]) >= 3
@@ -108,22 +112,24 @@ class KeepsWeights(RunsAgain):
 def test_a_recording_that_is_wrong_is_not_used(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, recorder: type[RunsAgain]
 ) -> None:
-    """The run goes on with launched passes, as if nothing had been tried."""
+    """The run goes on with launched passes, as if nothing had been tried; also if an earlier one was right."""
     (tmp_path / "model").symlink_to(tiny_model)
     tiny.make_rows(tmp_path / "train.jsonl", 24)
     words = ["--data.packing", "true", "--data.max_length", "128", "--data.pack_length", "200"]
     words += ["--training.per_device_train_batch_size", "2", "--training.max_steps", "2"]
     with in_this_process(monkeypatch, tmp_path):
         run = Runs(tmp_path, monkeypatch)
-        launched = run(tmp_path / "launched", *words)
+        words += ["--training.cuda_graphs", "true"]
         monkeypatch.setattr(decoder_graphs, "why_not", lambda trainer: None)
+        monkeypatch.setattr(decoder_graphs, "CudaRecorder", RunsAgain)
+        right = run(tmp_path / "right", *words)
         monkeypatch.setattr(decoder_graphs, "CudaRecorder", recorder)
         give_trainer_to(monkeypatch, lambda trainer: KeepsWeights.trained.extend(trainer.model.parameters()))
-        refused = run(tmp_path / "refused", *words, "--training.cuda_graphs", "true")
+        refused = run(tmp_path / "refused", *words)
     KeepsWeights.trained.clear()
-    assert not refused["cuda_graphs"]["used"]
+    assert right["cuda_graphs"]["used"] and not refused["cuda_graphs"]["used"]
     assert "its results differ by" in refused["cuda_graphs"]["reason"], refused["cuda_graphs"]
-    assert refused["losses"] == launched["losses"]
+    assert refused["losses"] == right["losses"]
 
 
 def test_noise_of_some_gradients_does_not_admit_errors_of_others() -> None:
