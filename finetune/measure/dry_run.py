@@ -51,8 +51,7 @@ def run_trial(trial: Trial, folder: Path, world: int, modes: TrialModes) -> Tria
 
     def prepare() -> None:
         modes.measure()
-        wanted, facts = trial.job.config.training.cuda_graphs, measurements.facts(trial.job)
-        graphs.record(trainer, wanted, total_steps(trial.job), facts)  # as the run will
+        graphs.record(trainer, total_steps(trial.job), measurements.facts(trial.job))  # as the run will
 
     trainer.before_first_step = prepare
     try:

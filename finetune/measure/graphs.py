@@ -60,16 +60,17 @@ class Recording:
         )
 
 
-def record(trainer: SFTTrainer, wanted: str | bool, steps: int, facts: JsonObject) -> Recording:
+def record(trainer: SFTTrainer, steps: int, facts: JsonObject) -> Recording:
     """Record the passes of a trainer, and have it train with them if they are right and faster on all ranks. What an
     earlier start of this job has found right and faster is compared with one launched pass. Every rank calls it, after
     `train` has begun and before the model is wrapped.
 
     Args:
-        wanted: training.cuda_graphs: "auto", True (also where they are not faster) or False.
         steps: of the run, which win the time of recording back.
-        facts: of the job (`measurements.facts`), with its micro-batch.
+        facts: of the job (`measurements.facts`), with its micro-batch and training.cuda_graphs: "auto", True (also
+            where they are not faster) or False.
     """
+    wanted = facts["training.cuda_graphs"]
     if wanted is False:
         return Recording(used=False, reason="training.cuda_graphs is false")
     began = time.perf_counter()

@@ -223,8 +223,7 @@ class _Run:
 
         if searches:
             self._settle(trainer)
-        wanted, facts = self.job.config.training.cuda_graphs, measurements.facts(self.job)
-        found = graphs.record(trainer, wanted, trainer.total_steps, facts)
+        found = graphs.record(trainer, trainer.total_steps, measurements.facts(self.job))
         if trainer.args.device.type == "cuda":
             print_line(found.line)
         self.record.update(cuda_graphs=vars(found))
