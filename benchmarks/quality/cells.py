@@ -58,7 +58,6 @@ class Cell:
     master_weights: str = "auto"
     dtype: str = "auto"  # float32: nothing is rounded, the limit of what can be learned
     rate: float | None = None  # instead of the model's
-    steps: int | None = None  # of a schedule that ends before the model's epochs do
 
     @property
     def served(self) -> bool:
@@ -95,7 +94,6 @@ def _cell(name: str) -> Cell:
         master_weights="stochastic" if "stochastic" in words else "auto",
         dtype="float32" if "limit" in words else "auto",
         rate=float(words[-1]) if "at" in words else None,
-        steps=int(words[-2]) if words[-1] == "steps" else None,
     )
 
 
@@ -170,7 +168,6 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             "global_batch_size": request["global_batch_size"],
             "per_device_train_batch_size": request["micro"],
             "num_train_epochs": request["epochs"],
-            "max_steps": cell.steps or -1,
             "learning_rate": request["learning_rate"],
             "lr_scheduler_type": "cosine",
             "warmup_steps": request["warmup_steps"],
