@@ -39,9 +39,10 @@ def test_models_are_listed_as_ever_from_files_read_once(monkeypatch: pytest.Monk
     def read(*_: object, **__: object) -> None:
         raise AssertionError("a file is read again")
 
-    expected = original.define_import_structure(str(models))
+    asked = [str(one) for one in (models, *models.parent.glob("*/__init__.py"))]
+    expected = [original.define_import_structure(one) for one in asked]
     monkeypatch.setattr(builtins, "open", read)
-    assert changed.define_import_structure(str(models)) == expected
+    assert [changed.define_import_structure(one) for one in asked] == expected
 
 
 def test_no_docstrings_are_written() -> None:

@@ -18,6 +18,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from finetune import train
+from finetune.config import load
+from finetune.engine.session import opening
 from finetune.errors import UserError
 from finetune.runtime import bootstrap
 
@@ -231,12 +233,13 @@ def test_libraries_do_not_find_what_no_run_uses(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    with bootstrap.without_unused():
-        for name in bootstrap.UNUSED:
-            assert importlib.util.find_spec(name) is None
-            with pytest.raises(ImportError):
-                importlib.import_module(name)
-    assert [importlib.import_module(name).__name__ for name in bootstrap.UNUSED] == list(bootstrap.UNUSED)
+
+    def found(*_: object, **__: object) -> list[str]:
+        return [name for name in bootstrap.UNUSED if importlib.util.find_spec(name)]
+
+    monkeypatch.setattr(bootstrap, "start", found)
+    config = load(["--model.model_name_or_path", str(tmp_path), "--data.train_file", "rows.jsonl"])
+    assert opening._start_backend(config, ()) == [] and found() == list(bootstrap.UNUSED)
 
 
 def test_triton_hashes_its_files_if_it_has_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
