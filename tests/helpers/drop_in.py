@@ -16,6 +16,10 @@ WARNINGS = [
 
 TEXTS = [{"text": f"row {number} " + "word " * (number % 7 + 1)} for number in range(24)]
 PAIRS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(24)]
+SETTINGS: dict[str, Any] = {
+    "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "learning_rate": 1e-2,
+    "bf16": False, "use_cpu": True,
+}  # fmt: skip
 
 
 def dataset(rows: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from finetune.errors import UserError
 from tests.cases import models
-from tests.helpers.drop_in import PAIRS, TEXTS, WARNINGS, dataset, losses, refusal
+from tests.helpers.drop_in import PAIRS, SETTINGS, TEXTS, WARNINGS, dataset, losses, refusal
 
 pytestmark = WARNINGS
 
@@ -194,13 +194,7 @@ def test_losses_are_those_of_trl_on_the_rows_of_the_plan(
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             train_sampling_strategy="sequential",
-            logging_steps=1,
-            max_steps=4,
-            save_strategy="no",
-            report_to="none",
-            bf16=False,
-            use_cpu=True,
-            learning_rate=1e-2,
+            **SETTINGS,
         ),
         train_dataset=dataset([PAIRS[row] for row in order]),
         peft_config=peft_config,
