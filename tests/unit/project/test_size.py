@@ -29,18 +29,18 @@ MOST = {
     "finetune/data": (5432, 23),
     "finetune/doctor": (883, 9),
     "finetune/drop_in": (2606, 13),
-    "finetune/engine": (15993, 103),
+    "finetune/engine": (15995, 103),
     "finetune/export": (2942, 13),
     "finetune/init": (522, 5),
-    "finetune/measure": (3833, 19),
+    "finetune/measure": (3841, 19),
     "finetune/parity": (472, 4),
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
-    "finetune/runtime": (5858, 35),
-    "patches": (1234, 18),
-    "tests": (50759, 400),
+    "finetune/runtime": (5859, 35),
+    "patches": (1238, 18),
+    "tests": (50788, 400),
 }
-TOTAL = (56054, 331)  # of the parts of finetune/ together
+TOTAL = (56065, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
 
 OVER = (
