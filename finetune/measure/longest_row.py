@@ -26,7 +26,6 @@ from finetune.measure import activations, held, measurements, micro_batch, probe
 from finetune.measure.activations import Measured, Point, Rows
 from finetune.measure.probe import Passes
 from finetune.runtime.command import console
-from finetune.runtime.files import write_json
 from finetune.runtime.machine.hardware import free_host_bytes
 from finetune.runtime.ranks import activity, distributed
 from finetune.runtime.types import JsonObject
@@ -300,7 +299,7 @@ def save(job: Job, found: Sequence[Measured]) -> None:
     """Write the measured modes of a job to the cache."""
     tried = [vars(one) for one in ladder(job)]
     content = {"kind": "activation modes", "tried": tried, "modes": [asdict(one) for one in found]}
-    write_json(measurements.modes_file(measurements.facts(job)), content)
+    measurements.note(measurements.modes_file(measurements.facts(job)), content)
 
 
 def find(job: Job) -> list[Measured] | None:

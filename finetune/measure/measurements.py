@@ -3,7 +3,9 @@ prediction afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -25,7 +27,7 @@ from finetune.measure.predict import (
     all_reduce_curve,
 )
 from finetune.runtime import bootstrap
-from finetune.runtime.files import checksum_of_json, write_json
+from finetune.runtime.files import checksum_of_json, read_json, write_json
 from finetune.runtime.types import JsonObject
 from finetune.text import counted
 
@@ -203,7 +205,7 @@ def facts(job: Job) -> JsonObject:
         "clipping": config.training.max_grad_norm > 0,
         "dtype": str(resolve_dtype(config, job.stack)).removeprefix("torch."),
         "backend": job.stack.backend,
-        "patches": sorted(verdict.name for verdict in job.stack.patches if verdict.applied),
+        "patches": sorted({one.name for one in job.stack.patches if one.applied} - {"transformers_slow_import"}),
         "device": job.hardware.name,
         "CPU threads per process": torch.get_num_threads() if job.stack.device == "cpu" else None,
         "versions": bootstrap.versions(),
@@ -251,7 +253,7 @@ def modes_file(found: JsonObject) -> Path:
 
 def save_sizes(found: JsonObject, search: JsonObject) -> None:
     """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
-    write_json(_shared_file("sizes", found, _OF_A_SIZE), {"kind": "micro-batch sizes", **search})
+    note(_shared_file("sizes", found, _OF_A_SIZE), {"kind": "micro-batch sizes", **search})
 
 
 def find_sizes(wanted: JsonObject) -> JsonObject | None:
@@ -268,13 +270,14 @@ def find_sizes(wanted: JsonObject) -> JsonObject | None:
 def save_graphs(found: JsonObject, launched: float | None, replayed: float | None) -> None:
     """Note that this job's recorded passes are right and faster: the seconds of a launched and of a replayed pass."""
     content = {"kind": "CUDA graphs", "launched_seconds": launched, "replayed_seconds": replayed}
-    write_json(_shared_file("graphs", found, ()), content)
+    note(_shared_file("graphs", found, ()), content)
 
 
 def find_graphs(wanted: JsonObject) -> JsonObject | None:
     """What `save_graphs` has noted of this job; None if nothing."""
     names = ("launched_seconds", "replayed_seconds")
-    return read(_shared_file("graphs", wanted, ()), lambda content: {name: float(content[name]) for name in names})
+    found = read(_shared_file("graphs", wanted, ()), lambda content: {name: float(content[name]) for name in names})
+    return found if found and all(0 < seconds < math.inf for seconds in found.values()) else None
 
 
 def find(wanted: JsonObject) -> tuple[Measurement | None, str]:
@@ -309,9 +312,15 @@ def look_up(
 def read(path: Path, parse: Callable[[JsonObject], Kept]) -> Kept | None:
     """What a file of the cache has; None if it is missing, damaged or from another version."""
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return parse(read_json(path))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
+
+
+def note(path: Path, content: JsonObject) -> None:
+    """Write to the cache what spares a later start its search. No run ends because it cannot be written."""
+    with contextlib.suppress(OSError):
+        write_json(path, content)
 
 
 # --- communication --------------------------------------------------------------------------------------------------

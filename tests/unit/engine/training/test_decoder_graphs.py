@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from finetune.engine.kernels import attention
 from finetune.engine.training import decoder_graphs
 from finetune.engine.training.decoder_graphs import Boundaries, DecoderGraphs, FlatGradients
 from finetune.errors import RunError
-from finetune.measure import graphs
+from finetune.measure import graphs, measurements
 from tests.helpers import launch, tiny
 from tests.helpers.runs import Runs, give_trainer_to, in_this_process
 from tests.spies.recorded import RunsAgain
@@ -130,6 +131,21 @@ def test_a_recording_that_is_wrong_is_not_used(
     assert right["cuda_graphs"]["used"] and not refused["cuda_graphs"]["used"]
     assert "its results differ by" in refused["cuda_graphs"]["reason"], refused["cuda_graphs"]
     assert refused["losses"] == right["losses"]
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-1", "1" + 400 * "0", 100_000 * "["])
+def test_a_note_that_cannot_be_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    """Nor does a run end because there is no room for one."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    measurements.save_graphs({}, 0.25, 0.125)
+    assert measurements.find_graphs({}) == {"launched_seconds": 0.25, "replayed_seconds": 0.125}
+    (note,) = tmp_path.rglob("graphs-*.json")
+    note.write_text(note.read_text().replace("0.25", seconds))
+    assert measurements.find_graphs({}) is None
+    note.unlink()
+    os.mkfifo(note)
+    measurements.save_graphs({}, 0.25, 0.125)
+    assert measurements.find_graphs({}) is None
 
 
 def test_noise_of_some_gradients_does_not_admit_errors_of_others() -> None:
