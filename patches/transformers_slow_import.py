@@ -30,7 +30,11 @@ def apply() -> None:
 
 def _write_none(module: Any) -> None:
     def auto_docstring(obj=None, **_):
-        return (lambda decorated: decorated) if obj is None else obj
+        if obj is None:
+            return auto_docstring
+        if isinstance(obj, type):  # what replace_return_docstrings, in remote code, looks for in outputs
+            obj.__doc__ = (obj.__doc__ or "") + "\n    Args:\n"
+        return obj
 
     module.auto_docstring = auto_docstring
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +158,8 @@ def _start_backend(config: Config, without: Collection[str]) -> Stack:
     folder = model_files.model_folder(str(config.model.model_name_or_path), config.model.revision)
     if folder is not None and distributed.ranks().is_local_main:
         files.read_ahead(folder.glob("*.safetensors"))  # the imports need the processor, the weights the disk
-    with bootstrap.library_imports(), bootstrap.without_unused():
+    others = user_code.configured(config.logging) or config.model.trust_remote_code
+    with bootstrap.library_imports(), contextlib.nullcontext() if others else bootstrap.without_unused():
         used = (config.training.optim,)
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
         multinode.node.connect()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers.utils import replace_return_docstrings
 
 import patches
 from patches import transformers_slow_import as slow
@@ -51,11 +52,19 @@ def test_no_docstrings_are_written() -> None:
 
     @changed.auto_docstring
     class Model:
+        """An output."""
+
         @changed.auto_docstring(custom_intro="In one sentence.")
         def forward(self) -> int:
             return 1
 
-    assert (Model().forward(), Model.__doc__, Model.forward.__doc__) == (1, None, None)
+    @replace_return_docstrings(output_type=Model, config_class="Config")  # as remote code may do
+    def called() -> None:
+        """
+        Returns:
+        """
+
+    assert (Model().forward(), Model.forward.__doc__) == (1, None) and "Model" in str(called.__doc__)
 
 
 def test_it_is_applied_before_transformers_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
