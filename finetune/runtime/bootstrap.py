@@ -107,8 +107,8 @@ def library_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_unused() -> Iterator[None]:
-    """Context in which libraries do not find the packages of `UNUSED`, whose import takes over a second. Not for a
-    user's script, which may use what libraries do with them."""
+    """Context in which libraries do not find the packages of `UNUSED`, whose import takes over a second. Not for
+    others' code, which may use what libraries do with them: they look for them once."""
     hidden = [name for name in UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
@@ -166,7 +166,7 @@ def start(
                 f"needs its own GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
             )
         torch.cuda.set_device(me.local_rank)
-        threading.Thread(target=_hash_triton, name="hash-triton", daemon=True).start()
+        _hash_triton()
         device = "cuda"
     else:
         device = "cpu"
@@ -212,9 +212,10 @@ def start(
 
 def _hash_triton() -> None:
     """Have Triton hash its files, hundreds of MB, of which it takes note at its first kernel: while other libraries are
-    imported."""
-    with contextlib.suppress(ImportError, AttributeError, OSError):  # older releases have it elsewhere
-        importlib.import_module("triton.runtime.cache").triton_key()
+    imported. It is itself imported before that: its modules import each other, which two threads at once cannot do."""
+    with contextlib.suppress(ImportError, AttributeError):  # older releases have it elsewhere
+        triton_key = importlib.import_module("triton.runtime.cache").triton_key
+        threading.Thread(target=triton_key, name="hash-triton", daemon=True).start()
 
 
 def _check_strategy() -> None:

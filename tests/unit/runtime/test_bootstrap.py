@@ -238,16 +238,22 @@ def test_libraries_do_not_find_what_no_run_uses(tmp_path: Path, monkeypatch: pyt
         return [name for name in bootstrap.UNUSED if importlib.util.find_spec(name)]
 
     monkeypatch.setattr(bootstrap, "start", found)
-    config = load(["--model.model_name_or_path", str(tmp_path), "--data.train_file", "rows.jsonl"])
-    assert opening._start_backend(config, ()) == [] and found() == list(bootstrap.UNUSED)
+    words = ["--model.model_name_or_path", str(tmp_path), "--data.train_file", "rows.jsonl"]
+    assert opening._start_backend(load(words), ()) == [] and found() == list(bootstrap.UNUSED)
+    for others in ("--model.trust_remote_code true", "--logging.callbacks [a.b:c] --logging.trust_code true"):
+        assert opening._start_backend(load([*words, *others.split()]), ()) == list(bootstrap.UNUSED)
 
 
 def test_triton_hashes_its_files_if_it_has_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread that does not import it: two at once cannot."""
     made, asked = ModuleType("triton.runtime.cache"), []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", made)
+    monkeypatch.setattr(
+        bootstrap.threading, "Thread", lambda target, **_: SimpleNamespace(start=lambda: asked.append(target))
+    )
     bootstrap._hash_triton()
-    made.triton_key = lambda: asked.append(1)  # type: ignore[attr-defined]
+    made.triton_key = hash  # type: ignore[attr-defined]
     bootstrap._hash_triton()
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)  # type: ignore[arg-type]
     bootstrap._hash_triton()
-    assert asked == [1]
+    assert asked == [hash]
