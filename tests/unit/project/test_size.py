@@ -37,8 +37,8 @@ MOST = {
     "finetune/review": (4409, 28),
     "finetune/run": (479, 4),
     "finetune/runtime": (5859, 35),
-    "patches": (1238, 18),
-    "tests": (50788, 400),
+    "patches": (1241, 18),
+    "tests": (50799, 400),
 }
 TOTAL = (56065, 331)  # of the parts of finetune/ together
 KEYS = 99  # of the configuration
