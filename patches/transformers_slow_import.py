@@ -1,5 +1,5 @@
 """While it is imported, transformers writes docstrings for its models' classes and methods, and reads the files of all
-its models twice, to list what is in them.
+its models twice, to list what is in them. A list of these names, which Unsloth asks for, compares each with all others.
 
 Without this: the same training, but each start takes a second longer.
 """
@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
+import types
 from typing import Any
 
 from patches import core
@@ -50,6 +51,8 @@ def _read_once(module: Any) -> None:
         return of_folder(os.path.dirname(path) if os.path.isfile(path) else path)
 
     module.create_import_structure_from_path = create_import_structure_from_path
+    names = types.ModuleType.__dir__
+    module._LazyModule.__dir__ = lambda self: list(dict.fromkeys([*names(self), *self.__all__]))
 
 
 _CHANGES = {"transformers.utils.auto_docstring": _write_none, "transformers.utils.import_utils": _read_once}

@@ -30,12 +30,23 @@ def copy_of(name: str) -> ModuleType:
     return copy
 
 
+class Name(str):
+    """Not to be compared with others, one by one."""
+
+    __eq__ = None  # type: ignore[assignment]
+    __hash__ = str.__hash__
+
+
 def test_models_are_listed_as_ever_from_files_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     models = Path(str(importlib.import_module("transformers.models").__file__))
     original, changed = copy_of("import_utils"), copy_of("import_utils")
     slow._CHANGES["transformers.utils.import_utils"](changed)
     expected = original.define_import_structure(models.parent, prefix="models")
     assert changed.define_import_structure(models.parent, prefix="models") == expected
+    lazy = [one._LazyModule("transformers.models", str(models), expected) for one in (original, changed)]
+    assert lazy[0].__dir__() == lazy[1].__dir__() and len(dir(lazy[1])) > 1000
+    lazy[1].__all__ = [Name("Model")]
+    assert [one for one in lazy[1].__dir__() if isinstance(one, Name)]
 
     def read(*_: object, **__: object) -> None:
         raise AssertionError("a file is read again")
