@@ -1,5 +1,5 @@
 """While it is imported, transformers writes docstrings for its models' classes and methods, and reads the files of all
-its models twice, to list what is in them. A list of these names, which Unsloth asks for, compares each with all others.
+its models twice, to list what is in them. When Unsloth asks for these names, each is compared with all before it.
 
 Without this: the same training, but each start takes a second longer.
 """
@@ -40,7 +40,7 @@ def _write_none(module: Any) -> None:
     module.auto_docstring = auto_docstring
 
 
-def _read_once(module: Any) -> None:
+def _list_models(module: Any) -> None:
     read = getattr(module, "create_import_structure_from_path", None)
     if read is None:
         return
@@ -55,4 +55,4 @@ def _read_once(module: Any) -> None:
     module._LazyModule.__dir__ = lambda self: list(dict.fromkeys([*names(self), *self.__all__]))
 
 
-_CHANGES = {"transformers.utils.auto_docstring": _write_none, "transformers.utils.import_utils": _read_once}
+_CHANGES = {"transformers.utils.auto_docstring": _write_none, "transformers.utils.import_utils": _list_models}
